@@ -1,0 +1,1 @@
+"""Chairlift: a self-hosted LLM inference server for small teams."""
