@@ -1,19 +1,19 @@
 """Every error that a user can meet, each with a machine code, an HTTP status and a way out.
 
-    ChairliftError
-    ├── ConfigError             a flag, variable or file that cannot be honoured
-    ├── ModelError              a model that cannot be found, read or served
-    │   └── ModelFileError      one place in one file is wrong
-    ├── DoesNotFit              the machine is too small for what was asked
-    ├── RequestError            400: the client can mend it
-    │   ├── ContextLengthExceeded
-    │   ├── ModelNotFound       404
-    │   └── Unauthorized        401
-    ├── Unavailable             503: ask again later
-    │   ├── QueueFull
-    │   └── Draining
-    ├── Cancelled               499: the client went away
-    └── EngineError             500: ours
+ChairliftError
+├── ConfigError             a flag, variable or file that cannot be honoured
+├── ModelError              a model that cannot be found, read or served
+│   └── ModelFileError      one place in one file is wrong
+├── DoesNotFit              the machine is too small for what was asked
+├── RequestError            400: the client can mend it
+│   ├── ContextLengthExceeded
+│   ├── ModelNotFound       404
+│   └── Unauthorized        401
+├── Unavailable             503: ask again later
+│   ├── QueueFull
+│   └── Draining
+├── Cancelled               499: the client went away
+└── EngineError             500: ours
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The resolved decision that the engine boots from: what was asked, cut to what model and machine can carry, with reasons."""
+"""The resolved decision the engine boots from: what was asked, cut to what model and machine carry, with reasons."""
 
 from __future__ import annotations
 

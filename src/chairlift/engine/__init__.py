@@ -1,0 +1,1 @@
+"""The engine: requests in, steps through the model, text out."""

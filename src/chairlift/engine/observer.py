@@ -1,4 +1,4 @@
-"""What the engine tells those who watch it: metrics, the log, the summary line. Called on the engine thread, so be quick."""
+"""What the engine tells those who watch it: metrics, log, summary line. Called on the engine thread, so be quick."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A request: one prompt and its one output, with all that must survive a preemption.
 
-Owns the token counter that scheduling is built on and the stamps that metrics are built on. Knows neither the clock (the
-engine stamps it), nor the pool (the scheduler gives it blocks), nor JSON.
+Owns the token counter that scheduling is built on and the stamps that metrics are built on. Knows neither the clock
+(the engine stamps it), nor the pool (the scheduler gives it blocks), nor JSON.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ class Request:
     finish_reason: FinishReason | None = None
     error: ChairliftError | None = None
     timing: Timing = field(default_factory=Timing)
+    _seen: dict[int, int] = field(default_factory=dict)
+    _num_seen: int = 0
 
     @property
     def num_prompt(self) -> int:
@@ -143,6 +145,18 @@ class Request:
         """The tokens at positions [start, stop)."""
         n = len(self.prompt)
         return self.prompt[start:stop] + tuple(self.output[max(0, start - n) : max(0, stop - n)])
+
+    def seen(self) -> Mapping[int, int]:
+        """Distinct tokens of prompt and output with their count in the output: what penalties look at.
+
+        Kept up to date by what came since the last call, so that a step costs the new tokens only.
+        """
+        if not self._seen:
+            self._seen = dict.fromkeys(self.prompt, 0)
+        for token in self.output[self._num_seen :]:
+            self._seen[token] = self._seen.get(token, 0) + 1
+        self._num_seen = len(self.output)
+        return self._seen
 
 
 @dataclass(frozen=True, slots=True)

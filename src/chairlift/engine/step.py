@@ -1,8 +1,8 @@
 """The step: which tokens of which requests run now. The one value that scheduler, batch and commit share.
 
-    request A  pos 0 ............ 47 | 48      one row, samples          (decode)
-    request B  pos 0 .. 31 | 32 ..... 63 | 64 ..  32 rows, samples none  (a chunk of its prompt)
-    request C  pos 0 .. 15 | 16 ..... 39          24 rows, last samples  (the end of its prompt)
+request A  pos 0 ............ 47 | 48      one row, samples          (decode)
+request B  pos 0 .. 31 | 32 ..... 63 | 64 ..  32 rows, samples none  (a chunk of its prompt)
+request C  pos 0 .. 15 | 16 ..... 39          24 rows, last samples  (the end of its prompt)
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Ops that models are written in, and the ways of computing them."""

@@ -1,7 +1,7 @@
 """The op list: all that a model file may ask for, and what goes into and comes out of one step.
 
-A model is a plain function `forward(ops, spec, weights) -> activations`. `kernels/reference.py` runs it on numpy arrays once
-a step; `kernels/native.py` runs it once with symbols and records a Program that the compiled core replays.
+A model is a plain function `forward(ops, spec, weights) -> activations`. `kernels/reference.py` runs it on numpy arrays
+once a step; `kernels/native.py` runs it once with symbols and records a Program that the compiled core replays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ops(Protocol[X, W]):
         """Rows of the table at the step's tokens."""
 
     def rms_norm(self, x: X, weight: W, eps: float) -> X:
-        """x / sqrt(mean(x^2) + eps) * weight over each group of len(weight) lanes (a head's norm when shorter than x)."""
+        """x / sqrt(mean(x^2) + eps) * weight over each group of len(weight) lanes: a head's norm when shorter."""
 
     def linear(self, x: X, weight: W, bias: W | None = None) -> X:
         """x @ weight.T + bias. Activations are rounded to int8 per 32 lanes when the weight is quantised."""

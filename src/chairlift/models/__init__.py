@@ -1,0 +1,1 @@
+"""What a model is and how its files are read."""

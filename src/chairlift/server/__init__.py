@@ -1,0 +1,1 @@
+"""HTTP: the API that programs already speak."""
