@@ -1,0 +1,43 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama layer whose Q, K and V carry a bias, and whose heads rotate in halves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from chairlift.kernels.ops import Ops, W, X
+from chairlift.models import llama
+from chairlift.models.spec import ModelSpec
+
+ROPE_STYLE: Literal["halves"] = "halves"
+
+
+def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer, by their names after `blk.N.`, and their row-major shapes."""
+    return llama.layer_shapes(spec) | {
+        "attn_q.bias": (spec.num_heads * spec.head_dim,),
+        "attn_k.bias": (spec.num_kv_heads * spec.head_dim,),
+        "attn_v.bias": (spec.num_kv_heads * spec.value_dim,),
+    }
+
+
+def forward(ops: Ops[X, W], spec: ModelSpec, weights: Mapping[str, W]) -> X:
+    """Token ids to logits of the rows that need them."""
+    x = ops.embed(weights["token_embd.weight"])
+    for layer in range(spec.num_layers):
+        name = f"blk.{layer}."
+
+        h = ops.rms_norm(x, weights[name + "attn_norm.weight"], spec.rms_eps)
+        q = ops.linear(h, weights[name + "attn_q.weight"], weights[name + "attn_q.bias"])
+        k = ops.linear(h, weights[name + "attn_k.weight"], weights[name + "attn_k.bias"])
+        v = ops.linear(h, weights[name + "attn_v.weight"], weights[name + "attn_v.bias"])
+        h = ops.attend(ops.rope(q, spec.rope), ops.rope(k, spec.rope), v, layer)
+        x = ops.add(x, ops.linear(h, weights[name + "attn_output.weight"]))
+
+        h = ops.rms_norm(x, weights[name + "ffn_norm.weight"], spec.rms_eps)
+        gate = ops.linear(h, weights[name + "ffn_gate.weight"])
+        up = ops.linear(h, weights[name + "ffn_up.weight"])
+        x = ops.add(x, ops.linear(ops.swiglu(gate, up), weights[name + "ffn_down.weight"]))
+
+    x = ops.rms_norm(x, weights["output_norm.weight"], spec.rms_eps)
+    return ops.logits(x, weights["output.weight"])

@@ -1,0 +1,47 @@
+"""Qwen3, dense (Yang et al. 2025): a Llama layer that normalises each query and key head before it rotates, in halves.
+
+The head size stands in the file: heads x head_dim need not equal the hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from chairlift.kernels.ops import Ops, W, X
+from chairlift.models import llama
+from chairlift.models.spec import ModelSpec
+
+ROPE_STYLE: Literal["halves"] = "halves"
+
+
+def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer, by their names after `blk.N.`, and their row-major shapes."""
+    return llama.layer_shapes(spec) | {
+        "attn_q_norm.weight": (spec.head_dim,),
+        "attn_k_norm.weight": (spec.head_dim,),
+    }
+
+
+def forward(ops: Ops[X, W], spec: ModelSpec, weights: Mapping[str, W]) -> X:
+    """Token ids to logits of the rows that need them."""
+    x = ops.embed(weights["token_embd.weight"])
+    for layer in range(spec.num_layers):
+        name = f"blk.{layer}."
+
+        h = ops.rms_norm(x, weights[name + "attn_norm.weight"], spec.rms_eps)
+        q = ops.linear(h, weights[name + "attn_q.weight"])
+        k = ops.linear(h, weights[name + "attn_k.weight"])
+        v = ops.linear(h, weights[name + "attn_v.weight"])
+        q = ops.rms_norm(q, weights[name + "attn_q_norm.weight"], spec.rms_eps)
+        k = ops.rms_norm(k, weights[name + "attn_k_norm.weight"], spec.rms_eps)
+        h = ops.attend(ops.rope(q, spec.rope), ops.rope(k, spec.rope), v, layer)
+        x = ops.add(x, ops.linear(h, weights[name + "attn_output.weight"]))
+
+        h = ops.rms_norm(x, weights[name + "ffn_norm.weight"], spec.rms_eps)
+        gate = ops.linear(h, weights[name + "ffn_gate.weight"])
+        up = ops.linear(h, weights[name + "ffn_up.weight"])
+        x = ops.add(x, ops.linear(ops.swiglu(gate, up), weights[name + "ffn_down.weight"]))
+
+    x = ops.rms_norm(x, weights["output_norm.weight"], spec.rms_eps)
+    return ops.logits(x, weights["output.weight"])
