@@ -1,0 +1,347 @@
+"""The engine thread: `step = schedule(); result = run(step); commit(step, result)`, for ever.
+
+Owns the scheduler, the runner, the clock and the inbox. Other threads only submit, cancel and look; a step's outputs leave
+in one call of `deliver`. Knows no HTTP and no asyncio.
+
+    any thread     submit ──> inbox ──┐                 ┌──> deliver(outputs), once a step
+    engine thread                     └─ schedule, run, commit
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from chairlift.engine.blocks import BlockPool
+from chairlift.engine.detok import Detokenizer
+from chairlift.engine.observer import Observer, StepStats
+from chairlift.engine.predictor import StepTime
+from chairlift.engine.request import FinishReason, Output, Request, SamplingParams
+from chairlift.engine.runner import Runner
+from chairlift.engine.scheduler import Limits, Scheduler
+from chairlift.engine.step import Step, StepResult
+from chairlift.engine.stops import StopMatcher
+from chairlift.errors import ContextLengthExceeded, Draining, EngineError, QueueFull
+from chairlift.kernels.ops import Model
+from chairlift.plan import Plan
+
+log = logging.getLogger(__name__)
+
+State = Literal["loading", "ready", "stalled", "draining", "dead"]
+
+_CHECK_AFTER_IDLE_S = 1.0
+_MAX_RETRY_AFTER_S = 60
+_WARM_UP_PROMPT = 64
+_WARM_UP_OUTPUT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """Where the engine stands; plain numbers that any thread may read."""
+
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_blocks: int
+    num_steps: int
+    num_preemptions: int
+    last_step_age_s: float | None  # None before the first step
+
+
+class Engine:
+    """Runs requests to their end. `deliver` is called on the engine thread, once a step, with all that it brought."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        *,
+        deliver: Callable[[list[Output]], None],
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan = plan
+        self._deliver = deliver
+        self._observer = observer or Observer()
+        self._clock = clock
+        self._runner = Runner(model, plan.block_size)
+        self._pool = BlockPool(plan.num_blocks, plan.block_size)
+        self._predictor = StepTime()
+        self._scheduler = Scheduler(_limits(plan), self._pool, self._predictor)
+        self._thread = threading.Thread(target=self._main, name="chairlift-engine", daemon=True)
+        self._wake = threading.Condition()
+        # Below: written under _wake by other threads, or by the engine thread alone and read by others as they are.
+        self._submitted: list[Request] = []
+        self._cancelled: list[Request] = []
+        self._stopping = False
+        self._draining = False
+        self._ready = False
+        self._dead = False
+        self._progress_s = clock()  # when work began or a step last ended
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._step_end_s: float | None = None  # end of the step before, while there was no wait for work
+        self._service_s = 1.0  # moving average of a request's time from first step to end
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Generates a few tokens on the calling thread, before `start`: pages in the weights and teaches the predictor."""
+        for _ in range(2):
+            request = _warm_up_request(self._plan)
+            self._scheduler.add(request)
+            while (step := self._scheduler.schedule()) is not None:
+                self._scheduler.commit(step, self._timed_run(step))
+            if request.finish_reason is not FinishReason.LENGTH:
+                raise EngineError(f"the warm-up request ended with {request.finish_reason}: {request.error}")
+
+    def start(self) -> None:
+        """Starts the engine thread; requests may be submitted from now on."""
+        self._ready = True
+        self._thread.start()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests, all or none (the choices of one request come together).
+
+        Raises ContextLengthExceeded, QueueFull, Draining or EngineError (when the engine is dead) at once.
+        """
+        limit = self._plan.max_model_len
+        for request in requests:
+            if request.num_prompt + 1 > limit:
+                raise ContextLengthExceeded(request.num_prompt, limit)
+            request.timing.arrival_s = self._clock()
+        with self._wake:
+            self._refuse_if_closed()
+            self._refuse_if_full(len(requests))
+            if not self._has_work:
+                self._progress_s = self._clock()
+            self._submitted.extend(requests)
+            self._wake.notify()
+
+    def cancel(self, requests: Iterable[Request]) -> None:
+        """Ends requests before the next step, in whatever phase they are; those that have ended already are left."""
+        with self._wake:
+            self._cancelled.extend(requests)
+            self._wake.notify()
+
+    def drain(self) -> None:
+        """Refuses new requests; those taken in go on to their end."""
+        self._draining = True
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the thread after the step it is in. What has not finished is cancelled."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    @property
+    def state(self) -> State:
+        """Readiness: what /health tells."""
+        if self._dead:
+            return "dead"
+        if not self._ready:
+            return "loading"
+        if self._has_work and self._clock() - self._progress_s > self._plan.watchdog_s:
+            return "stalled"
+        return "draining" if self._draining else "ready"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is running or waiting."""
+        return not self._has_work
+
+    def snapshot(self) -> EngineSnapshot:
+        """Where the engine stands now."""
+        return EngineSnapshot(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._num_waiting,
+            num_used_blocks=self._pool.num_held,
+            num_blocks=self._pool.num_blocks,
+            num_steps=self._num_steps,
+            num_preemptions=self._num_preemptions,
+            last_step_age_s=self._clock() - self._progress_s if self._num_steps else None,
+        )
+
+    def expected_wait_s(self) -> float:
+        """Expected wait of one more request, from the measured time that requests take (a mean, not a promise)."""
+        ahead = self._num_waiting + 1
+        return self._service_s * ahead / self._plan.max_num_seqs
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._scheduler.num_waiting + len(self._submitted)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._submitted) or self._scheduler.has_work
+
+    def _refuse_if_closed(self) -> None:
+        if self._dead:
+            raise EngineError("the engine has died; the server must be restarted")
+        if self._draining or self._stopping:
+            raise Draining("the server is shutting down")
+
+    def _refuse_if_full(self, num_new: int) -> None:
+        # A request that a free slot will take in the next step is not waiting.
+        running = self._scheduler.num_running
+        free_slots = 0 if self._scheduler.memory_blocked else self._plan.max_num_seqs - running
+        if self._num_waiting + num_new > self._plan.max_queue + free_slots:
+            wait_s = min(_MAX_RETRY_AFTER_S, round(self.expected_wait_s()))
+            raise QueueFull(num_waiting=self._num_waiting, num_running=running, retry_after_s=wait_s)
+
+    # -- the engine thread --------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_inbox()
+                step = self._scheduler.schedule()
+                if step is None:
+                    self._wait_for_work()
+                else:
+                    self._run(step)
+            self._end_all(FinishReason.CANCELLED, None)
+        except BaseException as error:
+            log.critical("the engine thread died", exc_info=True)
+            self._dead = True
+            self._end_all(FinishReason.ERROR, EngineError(f"the engine has died: {type(error).__name__}: {error}"))
+
+    def _take_inbox(self) -> None:
+        with self._wake:
+            submitted, self._submitted = self._submitted, []
+            cancelled, self._cancelled = self._cancelled, []
+            # Within the lock, so that submit() never misses a request that is between inbox and queue.
+            for request in submitted:
+                self._scheduler.add(request)
+        ended = [output for request in cancelled if (output := self._scheduler.cancel(request)) is not None]
+        self._send(ended)
+
+    def _wait_for_work(self) -> None:
+        self._step_end_s = None
+        with self._wake:
+            if self._wake.wait_for(self._is_called, _CHECK_AFTER_IDLE_S):
+                return
+        self._scheduler.check()
+        with self._wake:
+            self._wake.wait_for(self._is_called)
+
+    def _is_called(self) -> bool:
+        return bool(self._submitted or self._cancelled or self._stopping)
+
+    def _run(self, step: Step) -> None:
+        start_s = self._clock()
+        overhead_s = 0.0 if self._step_end_s is None else start_s - self._step_end_s
+        self._note_scheduled(step, start_s)
+        try:
+            result = self._timed_run(step)
+        except Exception as error:
+            log.error("a step of %d rows failed", step.num_rows, exc_info=True)
+            failure = EngineError(f"the step failed: {type(error).__name__}: {error}")
+            self._send(self._scheduler.abort(step, end=[p.request for p in step.pieces], error=failure))
+            self._progress_s = self._clock()
+            return
+        self._step_end_s = self._progress_s = self._clock()
+        before = [len(piece.request.output) for piece in step.pieces]
+        outputs = self._scheduler.commit(step, result)
+        self._note_tokens(step, before)
+        self._num_steps += 1
+        self._observer.step_done(self._stats(step, result, self._step_end_s - start_s, overhead_s))
+        self._send(outputs)
+
+    def _timed_run(self, step: Step) -> StepResult:
+        start_s = self._clock()
+        result = self._runner.run(step)
+        logit_rows = len(result.sampled) + sum(map(len, result.prompt_logprobs.values()))
+        self._predictor.observe(step.num_rows, step.kv_tokens_read, logit_rows, self._clock() - start_s)
+        return result
+
+    def _note_scheduled(self, step: Step, now_s: float) -> None:
+        for request in step.preempted:
+            self._num_preemptions += 1
+            log.warning("request %s was preempted: the KV pool is full", request.id)
+            self._observer.preempted(request)
+        for piece in step.pieces:
+            if piece.request.timing.scheduled_s == 0.0:
+                piece.request.timing.scheduled_s = now_s
+                self._observer.admitted(piece.request)
+
+    def _note_tokens(self, step: Step, before: Sequence[int]) -> None:
+        now_s = self._progress_s
+        for piece, num_before in zip(step.pieces, before, strict=True):
+            request, timing = piece.request, piece.request.timing
+            if len(request.output) == num_before:
+                continue
+            if timing.first_token_s == 0.0:
+                timing.first_token_s = now_s
+                self._observer.first_token(request)
+            else:
+                self._observer.next_token(request, now_s - timing.last_token_s)
+            timing.last_token_s = now_s
+
+    def _stats(self, step: Step, result: StepResult, seconds: float, overhead_s: float) -> StepStats:
+        return StepStats(
+            seconds=seconds,
+            overhead_s=overhead_s,
+            num_rows=step.num_rows,
+            num_prompt_tokens=sum(max(0, min(p.stop, p.request.num_prompt) - p.start) for p in step.pieces),
+            num_generated=len(result.sampled),
+            num_running=self._scheduler.num_running,
+            num_waiting=self._num_waiting,
+            num_used_blocks=self._pool.num_held,
+            num_blocks=self._pool.num_blocks,
+            predicted_s=step.predicted_s,
+        )
+
+    def _send(self, outputs: list[Output]) -> None:
+        if not outputs:
+            return
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._note_finished(output.request)
+        self._deliver(outputs)
+
+    def _note_finished(self, request: Request) -> None:
+        timing = request.timing
+        timing.finished_s = self._clock()
+        if timing.scheduled_s:
+            self._service_s += 0.2 * (timing.finished_s - timing.scheduled_s - self._service_s)
+        self._observer.finished(request)
+
+    def _end_all(self, reason: FinishReason, error: EngineError | None) -> None:
+        with self._wake:
+            submitted, self._submitted = self._submitted, []
+        for request in submitted:
+            request.finish_reason, request.error = reason, error
+        ended = [Output(request, "", 0, finish_reason=reason, error=error) for request in submitted]
+        self._send(ended + self._scheduler.end_all(reason, error))
+
+
+def _limits(plan: Plan) -> Limits:
+    return Limits(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        max_gap_s=plan.max_gap_s,
+        prefix_caching=plan.prefix_caching,
+        batching=plan.batching,
+    )
+
+
+def _warm_up_request(plan: Plan) -> Request:
+    vocab_size = plan.spec.vocab_size
+    num_prompt = max(1, min(_WARM_UP_PROMPT, plan.max_model_len - _WARM_UP_OUTPUT))
+    return Request(
+        id="warm-up",
+        prompt=tuple(i % vocab_size for i in range(num_prompt)),
+        params=SamplingParams(temperature=0.0, max_tokens=_WARM_UP_OUTPUT, ignore_eos=True),
+        eos_ids=frozenset(),
+        detok=Detokenizer([b""] * vocab_size, frozenset()),
+        stops=StopMatcher(()),
+        salt="warm-up",
+    )

@@ -1,0 +1,40 @@
+"""run(step) -> what was sampled: one call into the model a step, and its arrays turned back into values."""
+
+from __future__ import annotations
+
+from chairlift.engine.batch import SAMPLES, LogitRow, build
+from chairlift.engine.request import TokenLogprob
+from chairlift.engine.step import Sampled, Step, StepResult
+from chairlift.kernels.ops import LogitResult, Model
+
+
+class Runner:
+    """Owns the model while the engine runs; knows no clock and no queue."""
+
+    def __init__(self, model: Model, block_size: int) -> None:
+        self._model = model
+        self._block_size = block_size
+
+    def run(self, step: Step) -> StepResult:
+        """Computes the step. Raises EngineError when the model cannot."""
+        batch = build(step, self._block_size)
+        logits = self._model.run(batch.arrays)
+        sampled: dict[int, Sampled] = {}
+        prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        for i, row in enumerate(batch.logit_rows):
+            params = step.pieces[row.piece].request.params
+            if row.target != SAMPLES:
+                entry = _logprob(logits, i, row, params.prompt_logprobs or 0)
+                prompt_logprobs.setdefault(row.piece, []).append(entry)
+                continue
+            logprob = None if params.logprobs is None else _logprob(logits, i, row, params.logprobs)
+            sampled[row.piece] = Sampled(int(logits.tokens[i]), logprob, bool(logits.finite[i]))
+        return StepResult(sampled, prompt_logprobs)
+
+
+def _logprob(logits: LogitResult, i: int, row: LogitRow, num_top: int) -> TokenLogprob:
+    token = int(logits.tokens[i]) if row.target == SAMPLES else row.target
+    ids, values = logits.top_ids[i, :num_top].tolist(), logits.top_logprobs[i, :num_top].tolist()
+    # A vocabulary smaller than num_top leaves -1 behind.
+    top = tuple((token_id, value) for token_id, value in zip(ids, values, strict=True) if token_id >= 0)
+    return TokenLogprob(token, float(logits.logprobs[i]), top)
