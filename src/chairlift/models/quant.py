@@ -1,7 +1,7 @@
 """Weight formats: how many bytes they take, and what numbers they stand for. The numpy specification of every one.
 
-Block formats are GGML's (ggml-common.h): a row is cut into blocks of consecutive weights, each with its own scale. Knows
-nothing of files beyond `RawTensor`, and nothing of the packed layouts that the compiled kernels use.
+Block formats are GGML's (ggml-common.h): a row is cut into blocks of consecutive weights, each with its own scale.
+Knows nothing of files beyond `RawTensor`, and nothing of the packed layouts that the compiled kernels use.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ GGML_TYPES: dict[int, GGMLType] = {
     38: GGMLType("IQ4_NL_8_8", 32, 18),
     39: GGMLType("MXFP4", 32, 17),
 }
-"""Every type that a GGUF file may hold, by its number: enough to check extents. 4 and 5 were gone before GGUF existed."""
+"""Every type that a GGUF file may hold, by its number: enough to check extents. 4 and 5 were gone before GGUF was."""
 
 _BY_NAME = {kind.name: kind for kind in GGML_TYPES.values()}
 
@@ -115,8 +115,8 @@ def supported_types() -> list[str]:
 def decode(tensor: RawTensor) -> Quantised | F32:
     """The tensor's numbers: float types as float32 in the tensor's shape, block types as `Quantised`.
 
-    N is the product of all extents but the last, K the last. ModelError names the tensor when its type is not supported,
-    its rows are not whole blocks or its bytes do not match its shape.
+    N is the product of all extents but the last, K the last. ModelError names the tensor when its type is not
+    supported, its rows are not whole blocks or its bytes do not match its shape.
     """
     _check(tensor)
     plain = _PLAIN.get(tensor.type_name)
@@ -136,9 +136,9 @@ def dequantise(tensor: RawTensor) -> F32:
 def quantise_rows(x: F32) -> tuple[I8, F32]:
     """Rounds activations (T, K) to int8 (T, K) with one float32 scale per 32 lanes (T, K / 32): x ~ scale * q.
 
-    amax = max|x|; scale = amax / 127; q = rint(x * (127 / amax)), half to even. A block whose 127 / amax is not a finite
-    positive number (all zero, below about 3.7e-37, or holding an infinity or NaN) has q = 0; the scale stays amax / 127, so
-    what is not finite stays visible as a NaN in every output.
+    amax = max|x|; scale = amax / 127; q = rint(x * (127 / amax)), half to even. A block whose 127 / amax is not a
+    finite positive number (all zero, below about 3.7e-37, or holding an infinity or NaN) has q = 0; the scale stays
+    amax / 127, so what is not finite stays visible as a NaN in every output.
     """
     rows, cols = x.shape
     if cols % BLOCK:
@@ -161,8 +161,8 @@ def _check(tensor: RawTensor) -> None:
             f"tensor {name!r} has weight type {kind}, which is not supported",
             hint=f"supported: {', '.join(supported_types())}",
         )
-    if not tensor.shape:
-        raise ModelError(f"tensor {name!r} has no dimensions")
+    if not tensor.shape or not tensor.num_elements:
+        raise ModelError(f"tensor {name!r} is empty: shape {tensor.shape}")
     if tensor.shape[-1] % _BY_NAME[kind].block:
         raise ModelError(
             f"tensor {name!r}: rows of {tensor.shape[-1]} are not whole blocks of {BLOCK}, as {kind} needs"
