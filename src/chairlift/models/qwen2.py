@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama layer whose Q, K and V carry a bias, and whose heads rotate in halves."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama layer with a bias on Q, K and V, whose heads rotate in halves."""
 
 from __future__ import annotations
 
