@@ -24,7 +24,7 @@ MAX_TOP = 20
 
 X = TypeVar("X")
 """Activations, (rows, width): an array for the reference, a buffer symbol for the recorder."""
-W = TypeVar("W")
+W = TypeVar("W", contravariant=True)
 """A weight as the backend holds it."""
 
 
