@@ -1,0 +1,87 @@
+"""The only arithmetic: bytes, ceilings and times that follow from a model's dimensions and a machine's speeds.
+
+Pure functions of numbers. The start card, the engine's own sizing, plan, doctor, bench and simulate all call these, so
+that what one of them prints is what another allocates. Bytes are bytes, times seconds, rates per second.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from chairlift.models.spec import ModelSpec
+
+SCALE_BYTES = 4
+"""An int8 KV entry carries one float32 scale per token and head, for the key and for the value."""
+
+LOGIT_ROWS = 32
+"""Rows of logits that exist at once: the head runs in tiles of this many, whatever the batch."""
+
+
+def kv_bytes_per_token(spec: ModelSpec, kv_dtype: Literal["f16", "int8"]) -> int:
+    """Bytes of one token's keys and values: sum over layers of kv_heads x (key + value lanes) x bytes, and the scales.
+
+    36 layers, 8 heads of 128, f16: 36 * 8 * 256 * 2 = 147,456.
+    """
+    lanes = spec.head_dim + spec.value_dim
+    per_head = lanes * 2 if kv_dtype == "f16" else lanes + 2 * SCALE_BYTES
+    return spec.num_layers * spec.num_kv_heads * per_head
+
+
+def blocks_in(pool_bytes: int, bytes_per_token: int, block_size: int) -> int:
+    """Whole KV blocks that fit into so many bytes."""
+    return max(0, pool_bytes) // (bytes_per_token * block_size)
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """KV blocks that so many tokens take."""
+    return -(-num_tokens // block_size)
+
+
+def concurrency(pool_tokens: int, context_tokens: int) -> float:
+    """How many conversations of that length a pool holds at once."""
+    return pool_tokens / context_tokens
+
+
+def in_flight(users: float, generating_s: float, turn_s: float) -> float:
+    """Requests running on average (Little's law): users x seconds of answer per turn / seconds from turn to turn.
+
+    20 people who wait 12 s for an answer every 90 s: 20 * 12 / 90 = 2.7.
+    """
+    return users * generating_s / turn_s
+
+
+def activation_bytes(spec: ModelSpec, max_rows: int) -> int:
+    """Upper bound of a step's working memory: float32 rows of every intermediate, and the logit tile."""
+    attention = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + spec.num_heads * spec.value_dim
+    per_row = 4 * spec.hidden_size + 2 * attention + 3 * spec.ffn_size
+    return 4 * (max_rows * per_row + LOGIT_ROWS * spec.vocab_size)
+
+
+def decode_bytes(weight_bytes: int, kv_tokens: int, bytes_per_token: int) -> int:
+    """Bytes that one decode step reads: every weight once, and the KV of every context token."""
+    return weight_bytes + kv_tokens * bytes_per_token
+
+
+def one_stream_ceiling(bandwidth: float, weight_bytes: int, *, kv_tokens: int = 0, bytes_per_token: int = 0) -> float:
+    """Tokens/s that one stream cannot exceed on this memory (bytes/s): each token reads all weights and its context."""
+    return bandwidth / decode_bytes(weight_bytes, kv_tokens, bytes_per_token)
+
+
+def operations_per_token(num_parameters: int) -> int:
+    """Multiplications and additions of the matrices for one token; attention is not in it."""
+    return 2 * num_parameters
+
+
+def step_seconds(read_bytes: float, operations: float, *, bandwidth: float, compute: float) -> float:
+    """Roofline: the slower of reading (bytes/s) and computing (operations/s)."""
+    return max(read_bytes / bandwidth, operations / compute)
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Bytes for people, three significant digits: 98,362,432 is "93.8 MiB"."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    power = min(4, int(math.log(num_bytes, 1024)))
+    value = num_bytes / 1024**power
+    return f"{value:.{max(0, 2 - int(math.log10(value)))}f} {'KMGT'[power - 1]}iB"
