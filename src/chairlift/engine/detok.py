@@ -1,0 +1,38 @@
+"""Token ids to text, one token at a time: what is given out is never taken back.
+
+Owns the few bytes of a character that is not complete yet. Knows neither stop strings nor when a request ends.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """Incremental UTF-8 over the bytes that tokens stand for.
+
+    All texts given out, joined, equal `b"".join(bytes of the tokens).decode("utf-8", errors="replace")`. Only an
+    incomplete tail (at most 3 bytes) is held back; bytes that cannot become a character give U+FFFD at once.
+    """
+
+    def __init__(self, vocab_bytes: Sequence[bytes], skip: frozenset[int]) -> None:
+        """`vocab_bytes[id]` are the bytes of token `id`; those in `skip` (control tokens) give no text."""
+        self._vocab_bytes = vocab_bytes
+        self._skip = skip
+        self._decoder = _utf8_decoder(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes, often all of its own. An id beyond the vocabulary gives none.
+
+        Model files pad their output head: such an id can be sampled although no text belongs to it.
+        """
+        if token in self._skip or not 0 <= token < len(self._vocab_bytes):
+            return ""
+        return self._decoder.decode(self._vocab_bytes[token])
+
+    def flush(self) -> str:
+        """What was held back, as U+FFFD, since nothing follows any more."""
+        return self._decoder.decode(b"", final=True)
