@@ -1,0 +1,190 @@
+"""What this box gives us: processors we may run on, the cgroup's quota and memory, and how fast its memory reads.
+
+A container sees the host's processors and memory; what it may use stands in its cgroup (versions 1 and 2). Every reader
+takes the root of the file system, so that a test can fake /proc and /sys. A missing file means "no limit", no error.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 2**60
+"""cgroup v1 writes "no limit" as a number near 2**63; no machine has an exabyte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The resources that this process may use, not those that the host has."""
+
+    num_cpus: int  # logical processors in our affinity
+    num_cores: int  # physical cores among them
+    quota: float | None  # processors' worth of time that the cgroup grants; None: no limit
+    memory_total_bytes: int
+    memory_available_bytes: int
+    memory_limited_by: str  # "the cgroup" or "the machine"
+
+    @property
+    def threads(self) -> int:
+        """Compute threads: floor(min(cores, quota)), at least 1. Siblings of a busy core add no arithmetic units and
+        are left to HTTP; rounding a quota up would be paid back in throttling."""
+        limit = self.num_cores if self.quota is None else min(self.num_cores, self.quota)
+        return max(1, math.floor(limit))
+
+    @property
+    def threads_reason(self) -> str:
+        """Why that many, for the start card."""
+        cores = f"{self.num_cores} core{'s' if self.num_cores > 1 else ''} in our affinity"
+        if self.num_cpus > self.num_cores:
+            cores += f" ({self.num_cpus} processors)"
+        if self.quota is None:
+            return f"{cores}, no cgroup quota"
+        return f"{cores}, cgroup quota of {self.quota:g}"
+
+
+def detect(root: Path = Path("/"), affinity: frozenset[int] | None = None) -> Machine:
+    """The machine as this process sees it. `affinity` stands in for the process's own in tests."""
+    cpus = affinity if affinity is not None else _affinity()
+    total, free = _memory(root)
+    in_cgroup = cgroup_memory(root)
+    available = free if in_cgroup is None else min(free, in_cgroup)
+    return Machine(
+        num_cpus=len(cpus),
+        num_cores=physical_cores(cpus, root),
+        quota=cpu_quota(root),
+        memory_total_bytes=total,
+        memory_available_bytes=available,
+        memory_limited_by="the cgroup" if available < free else "the machine",
+    )
+
+
+def _affinity() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def physical_cores(cpus: frozenset[int], root: Path = Path("/")) -> int:
+    """Cores among these logical processors: siblings on one core count once."""
+    folder = root / "sys/devices/system/cpu"
+    return len({_read(folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Processors' worth of time that the tightest cgroup above us grants; None without a limit."""
+    quotas: list[float] = []
+    for folder in _cgroups(root, "cpu"):
+        if text := _read(folder / "cpu.max"):  # v2: "200000 100000" or "max 100000"
+            quota, _, period = text.partition(" ")
+        else:
+            quota, period = _read(folder / "cpu.cfs_quota_us") or "-1", _read(folder / "cpu.cfs_period_us") or ""
+        microseconds, per = _number(quota), _number(period)
+        if microseconds is not None and microseconds > 0 and per:
+            quotas.append(microseconds / per)
+    return min(quotas, default=None)
+
+
+def cgroup_memory(root: Path = Path("/")) -> int | None:
+    """Bytes we may still take under the tightest cgroup above us; None without a limit.
+
+    File pages that can be dropped are not counted as used: a model file just read must not stand against its KV pool.
+    """
+    rooms: list[int] = []
+    for folder in _cgroups(root, "memory"):
+        limits = [
+            number
+            for name in ("memory.max", "memory.high", "memory.limit_in_bytes")
+            if (number := _number(_read(folder / name))) is not None and number < _UNLIMITED
+        ]
+        used = _number(_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes"))
+        if limits and used is not None:
+            rooms.append(max(0, min(limits) - max(0, used - _droppable(folder))))
+    return min(rooms, default=None)
+
+
+def _droppable(folder: Path) -> int:
+    """Bytes of file cache in a cgroup and those below it (v1 calls that total_)."""
+    stat = dict(line.split() for line in (_read(folder / "memory.stat") or "").splitlines() if len(line.split()) == 2)
+    prefix = "total_" if "total_inactive_file" in stat else ""
+    return sum(_number(stat.get(f"{prefix}{kind}_file")) or 0 for kind in ("inactive", "active"))
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of our cgroup and every one above it, for v1's controller and for v2, as far as they are mounted."""
+    ours: dict[str, str] = {}  # controller (v2: "") -> path within the hierarchy
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        ours |= dict.fromkeys(names.split(","), path)
+    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
+            continue
+        name = "" if kind[0] == "cgroup2" else controller
+        if name in ours and (not name or controller in kind[2].split(",")):
+            yield from _upwards(root / fields[4].lstrip("/"), _below(ours[name], fields[3]))
+
+
+def _below(path: str, mounted: str) -> str:
+    """A cgroup's path below the folder that is mounted: containers often see only their own part of the tree."""
+    if path == mounted or path.startswith(mounted.rstrip("/") + "/"):
+        return path[len(mounted.rstrip("/")) :].strip("/")
+    return ""
+
+
+def _upwards(mount: Path, below: str) -> Iterator[Path]:
+    parts = [part for part in below.split("/") if part and part != ".."]
+    for depth in range(len(parts), -1, -1):
+        yield mount.joinpath(*parts[:depth])
+
+
+def _memory(root: Path) -> tuple[int, int]:
+    """Total bytes, and bytes that can be had without swapping."""
+    rows = dict(line.split(":", 1) for line in (_read(root / "proc/meminfo") or "").splitlines() if ":" in line)
+    kib = {name: _number(value.split()[0]) for name, value in rows.items() if value.split()}
+    total, available = kib.get("MemTotal"), kib.get("MemAvailable")
+    if total is None or available is None:
+        everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return everything, everything
+    return total * 1024, available * 1024
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _number(text: str | None) -> int | None:
+    try:
+        return int(text or "")
+    except ValueError:
+        return None  # "max"
+
+
+def measure_bandwidth(threads: int, *, num_bytes: int = 128 * 1024**2, repeats: int = 3) -> float:
+    """Bytes/s that `threads` threads read from memory together: the best of a few passes over more than caches hold.
+
+    Under 50 ms where memory is at hand: a figure for the start card, not a benchmark; a busy neighbour lowers it.
+    """
+    import numpy as np
+
+    share = num_bytes // threads // 8
+    parts = [np.ones(share, np.int64) for _ in range(threads)]
+    best = math.inf
+    for _ in range(repeats):
+        readers = [threading.Thread(target=part.max) for part in parts]
+        start = time.perf_counter()
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        best = min(best, time.perf_counter() - start)
+    return share * 8 * threads / best
