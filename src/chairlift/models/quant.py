@@ -71,6 +71,8 @@ GGML_TYPES: dict[int, GGMLType] = {
     37: GGMLType("IQ4_NL_4_8", 32, 18),
     38: GGMLType("IQ4_NL_8_8", 32, 18),
     39: GGMLType("MXFP4", 32, 17),
+    40: GGMLType("NVFP4", 64, 36),
+    41: GGMLType("Q1_0", 128, 18),
 }
 """Every type that a GGUF file may hold, by its number: enough to check extents. 4 and 5 were gone before GGUF was."""
 

@@ -1,0 +1,37 @@
+"""Fixtures that more than one test file needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_model
+
+from chairlift import store
+from chairlift.config import Config
+
+TinyGGUF = Callable[..., Path]
+"""`tiny_gguf(architecture="llama", **shape)`: the path of such a file; see `tiny.tiny_model`."""
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> TinyGGUF:
+    """Writes each tiny model once a session; callers must not change the file."""
+    directory = tmp_path_factory.mktemp("models")
+    written: dict[str, Path] = {}
+
+    def path_of(architecture: str = "llama", **shape: Any) -> Path:
+        key = f"{architecture} {sorted(shape.items())}"
+        if key not in written:
+            written[key] = tiny_model(directory / f"tiny-{len(written)}.gguf", architecture, **shape)
+        return written[key]
+
+    return path_of
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The default model, fetched into the user's cache if it is not there yet."""
+    return store.resolve("smollm2", Config().cache_dir)
