@@ -1,0 +1,301 @@
+"""The op list on numpy arrays: the specification of the arithmetic and the oracle of the compiled core. Not fast.
+
+No row's result depends on the other rows of its step. Ops that sum over lanes run row by row, because the first row of
+`X @ W` need not equal `X[:1] @ W`; the rest are elementwise, or matrix products of integers small enough to be exact in
+float32 in any order. Keys and values are read back from the cache, as it rounded them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.kernels import sampling
+from chairlift.kernels.ops import F32, I32, MAX_TOP, Forward, KVDtype, KVLayout, LogitResult, StepArrays
+from chairlift.kernels.validate import check_step
+from chairlift.models import quant
+from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMatrix:
+    """A quantised weight (N, K), blocks of K first: w = scale * (levels - zero) + offset."""
+
+    levels: npt.NDArray[np.int8 | np.uint8]  # (K / 32, 32, N)
+    scale: F32  # (K / 32, N)
+    offset: F32 | None  # (K / 32, N)
+    zero: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.levels.nbytes + self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
+
+
+Weight = BlockMatrix | F32
+
+
+class ReferenceBackend:
+    """Loads models for numpy; `threads` has no effect."""
+
+    def load(
+        self,
+        spec: ModelSpec,
+        forward: Forward,
+        tensors: Mapping[str, RawTensor],
+        kv: KVLayout,
+        *,
+        max_rows: int,
+        threads: int,
+    ) -> ReferenceModel:
+        """Decodes the weights (tied ones once) and allocates the pool. ModelError names a tensor it cannot decode."""
+        unique = {id(tensor): tensor for tensor in tensors.values()}
+        decoded = {key: load_weight(tensor) for key, tensor in unique.items()}
+        weights = {name: decoded[id(tensor)] for name, tensor in tensors.items()}
+        return ReferenceModel(spec, forward, weights, kv, max_rows)
+
+
+class ReferenceModel:
+    """A loaded model: runs one step at a time."""
+
+    def __init__(
+        self, spec: ModelSpec, forward: Forward, weights: Mapping[str, Weight], kv: KVLayout, max_rows: int
+    ) -> None:
+        self._spec = spec
+        self._forward = forward
+        self._weights = weights
+        self._kv = kv
+        self._max_rows = max_rows
+        widths = (spec.head_dim, spec.value_dim)
+        self._pools = [[Cache(kv, spec.num_kv_heads, width) for width in widths] for _ in range(spec.num_layers)]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the decoded weights take."""
+        unique = {id(weight): weight for weight in self._weights.values()}
+        return sum(weight.nbytes for weight in unique.values())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that the KV pool takes."""
+        return sum(cache.nbytes for pair in self._pools for cache in pair)
+
+    def run(self, step: StepArrays) -> LogitResult:
+        """Runs one step. Raises EngineError when it is malformed."""
+        check_step(step, vocab_size=self._spec.vocab_size, kv=self._kv, max_rows=self._max_rows)
+        ops = ReferenceOps(self._spec, self._kv, self._pools, step)
+        with np.errstate(all="ignore"):  # what is not finite is reported by row
+            return reduce_rows(self._forward(ops, self._spec, self._weights), step)
+
+
+class Cache:
+    """Keys or values of one layer, (slots, kv heads, width): float16, or int8 with a scale per slot and head."""
+
+    def __init__(self, kv: KVLayout, num_heads: int, width: int) -> None:
+        slots = kv.num_blocks * kv.block_size
+        self._dtype: KVDtype = kv.dtype
+        self._data = np.zeros((slots, num_heads, width), np.float16 if kv.dtype == "f16" else np.int8)
+        self._scale = np.zeros((slots if kv.dtype == "int8" else 0, num_heads), np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._data.nbytes + self._scale.nbytes
+
+    def write(self, slots: I32, x: F32) -> None:
+        """Stores (rows, heads, width). int8 rounds a head's lanes as `quant.quantise_rows` does a block of 32."""
+        if self._dtype == "f16":
+            self._data[slots] = x
+            return
+        amax = np.abs(x).max(axis=2)
+        inverse = np.float32(127) / amax
+        usable = (np.isfinite(inverse) & (inverse > 0))[:, :, None]
+        lanes = np.where(usable, x * inverse[:, :, None], np.float32(0))
+        self._data[slots] = np.rint(lanes).astype(np.int8)
+        self._scale[slots] = amax / np.float32(127)
+
+    def read(self, slots: npt.NDArray[np.integer]) -> F32:
+        """What the slots hold, (len(slots), heads, width)."""
+        data: F32 = self._data[slots].astype(np.float32)
+        if self._dtype == "int8":
+            data *= self._scale[slots][:, :, None]
+        return data
+
+
+class ReferenceOps:
+    """The op list for one step. Activations are float32 (rows, width)."""
+
+    def __init__(self, spec: ModelSpec, kv: KVLayout, pools: list[list[Cache]], step: StepArrays) -> None:
+        self._spec = spec
+        self._block_size = kv.block_size
+        self._pools = pools
+        self._step = step
+
+    def embed(self, table: Weight) -> F32:
+        """Rows of the table at the step's tokens, dequantised."""
+        tokens = self._step.tokens
+        if isinstance(table, np.ndarray):
+            return table[tokens]
+        levels = table.levels[:, :, tokens].astype(np.float32) - np.float32(table.zero)
+        columns: F32 = table.scale[:, None, tokens] * levels
+        if table.offset is not None:
+            columns += table.offset[:, None, tokens]
+        return np.ascontiguousarray(columns.reshape(-1, len(tokens)).T)
+
+    def rms_norm(self, x: F32, weight: Weight, eps: float) -> F32:
+        """x / sqrt(mean(x^2) + eps) * weight over each group of len(weight) lanes (Zhang and Sennrich 2019)."""
+        gain = plain(weight)
+
+        def one(row: F32) -> F32:
+            groups = row.reshape(-1, len(gain))
+            mean_square = np.mean(groups * groups, axis=1, keepdims=True)
+            normed: F32 = groups / np.sqrt(mean_square + np.float32(eps)) * gain
+            return normed.reshape(-1)
+
+        return by_row(one, x)
+
+    def linear(self, x: F32, weight: Weight, bias: Weight | None = None) -> F32:
+        """x @ weight.T + bias. Float weights: float32 products in numpy's pairwise sum, one row at a time."""
+        if isinstance(weight, BlockMatrix):
+            y = block_linear(x, weight)
+        else:
+            y = by_row(lambda row: (weight * row).sum(axis=1), x)
+        return y if bias is None else y + plain(bias)
+
+    def rope(self, x: F32, rope: RopeSpec) -> F32:
+        """Rotates the first rope.dim lanes of each head by the row's position."""
+        rows, half = len(x), rope.dim // 2
+        heads = x.reshape(rows, -1, self._spec.head_dim).copy()
+        pairs = np.arange(half)
+        first, second = (2 * pairs, 2 * pairs + 1) if rope.style == "interleaved" else (pairs, pairs + half)
+        cos, sin = np.stack([rotation(rope, int(p)) for p in self._step.positions], axis=1)[:, :, None, :]
+        a, b = heads[:, :, first], heads[:, :, second]
+        heads[:, :, first] = a * cos - b * sin
+        heads[:, :, second] = a * sin + b * cos
+        return heads.reshape(x.shape)
+
+    def attend(self, q: F32, k: F32, v: F32, layer: int) -> F32:
+        """Writes k and v of the whole step, then lets each row attend to positions 0..p of its sequence."""
+        spec, step = self._spec, self._step
+        keys, values = self._pools[layer]
+        keys.write(step.slots, k.reshape(-1, spec.num_kv_heads, spec.head_dim))
+        values.write(step.slots, v.reshape(-1, spec.num_kv_heads, spec.value_dim))
+        queries = q.reshape(-1, spec.num_kv_heads, spec.group_size, spec.head_dim)
+        out = np.empty((len(q), spec.num_heads * spec.value_dim), np.float32)
+        for s in range(len(step.seq_starts) - 1):
+            table = step.block_tables[step.table_starts[s] : step.table_starts[s + 1]]
+            slots = (table[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
+            for row in range(step.seq_starts[s], step.seq_starts[s + 1]):
+                visible = slots[: step.positions[row] + 1]
+                out[row] = attention(queries[row], keys.read(visible), values.read(visible)).reshape(-1)
+        return out
+
+    def swiglu(self, gate: F32, up: F32) -> F32:
+        """silu(gate) * up (Shazeer 2020)."""
+        return by_row(silu, gate) * up
+
+    def add(self, a: F32, b: F32) -> F32:
+        """a + b."""
+        return a + b
+
+    def logits(self, x: F32, head: Weight) -> F32:
+        """linear(x, head) for the step's logit rows, (L, vocab)."""
+        return self.linear(x[self._step.logit_rows], head)
+
+
+def load_weight(tensor: RawTensor) -> Weight:
+    """A weight as the ops hold it."""
+    decoded = quant.decode(tensor)
+    if isinstance(decoded, np.ndarray):
+        return decoded
+    rows, cols = decoded.q.shape
+    levels = decoded.q.reshape(rows, cols // quant.BLOCK, quant.BLOCK).transpose(1, 2, 0)
+    offset = None if decoded.offset is None else np.ascontiguousarray(decoded.offset.T)
+    return BlockMatrix(np.ascontiguousarray(levels), np.ascontiguousarray(decoded.scale.T), offset, decoded.zero)
+
+
+def plain(weight: Weight) -> F32:
+    """A norm's or bias's vector, which the registry has checked to be of a float type."""
+    assert isinstance(weight, np.ndarray)
+    return weight
+
+
+def by_row(op: Callable[[F32], F32], x: F32) -> F32:
+    """The op on each row by itself, so that a sum's order depends on the row's width only."""
+    if len(x) == 0:
+        return np.empty((0, len(op(np.zeros(x.shape[1], np.float32)))), np.float32)
+    return np.stack([op(row) for row in x])
+
+
+def silu(x: F32) -> F32:
+    """x / (1 + exp(-x)); 0 where the exponential overflows, as it should."""
+    y: F32 = x / (np.exp(-x) + 1)
+    return y
+
+
+def block_linear(x: F32, weight: BlockMatrix) -> F32:
+    """Int8 activations times block-quantised weights, summed over blocks in ascending order in float32.
+
+    Per block: x_scale * (w_scale * (dot - zero * total) + offset * total), dot and total being integers below 2^24.
+    """
+    q, x_scale = quant.quantise_rows(x)
+    lanes = q.astype(np.float32).reshape(len(x), -1, quant.BLOCK)
+    total = lanes.sum(axis=2)
+    y: F32 = np.zeros((len(x), weight.scale.shape[1]), np.float32)
+    for block, levels in enumerate(weight.levels):
+        dot = lanes[:, block] @ levels.astype(np.float32)
+        term: F32 = weight.scale[block] * (dot - np.float32(weight.zero) * total[:, block, None])
+        if weight.offset is not None:
+            term += weight.offset[block] * total[:, block, None]
+        y += x_scale[:, block, None] * term
+    return y
+
+
+@lru_cache(maxsize=1 << 16)
+def rotation(rope: RopeSpec, position: int) -> F32:
+    """(cos, sin) of each pair's angle, (2, dim / 2): computed in float64, rounded once."""
+    exponents = -2.0 * np.arange(rope.dim // 2) / rope.dim
+    angles = position * rope.scale * rope.theta**exponents / np.array(rope.factors or 1.0)
+    return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+
+
+def attention(q: F32, keys: F32, values: F32) -> F32:
+    """One row: q (kv heads, group, width) on keys and values (positions, kv heads, width); softmax in float32.
+
+    einsum without optimisation calls no BLAS: its order of summation depends on the shapes only.
+    """
+    scale = np.float32(q.shape[-1] ** -0.5)
+    scores = np.einsum("hgd,phd->hgp", q, keys, optimize=False) * scale
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    out: F32 = np.einsum("hgp,phd->hgd", weights, values, optimize=False)
+    return out
+
+
+def reduce_rows(logits: F32, step: StepArrays) -> LogitResult:
+    """Samples each logit row (L, vocab)."""
+    count = len(logits)
+    result = LogitResult(
+        tokens=np.zeros(count, np.int32),
+        logprobs=np.zeros(count, np.float32),
+        top_ids=np.full((count, MAX_TOP), -1, np.int32),
+        top_logprobs=np.zeros((count, MAX_TOP), np.float32),
+        finite=np.zeros(count, np.bool_),
+        logits=logits if step.want_logits else None,
+    )
+    for i in range(count):
+        bias = slice(step.bias_starts[i], step.bias_starts[i + 1])
+        seen = slice(step.seen_starts[i], step.seen_starts[i + 1])
+        choice = sampling.reduce_logits(
+            logits[i],
+            step.sample[i],
+            (step.bias_ids[bias], step.bias_values[bias]),
+            (step.seen_ids[seen], step.seen_counts[seen]),
+        )
+        result.tokens[i], result.logprobs[i], result.finite[i] = choice.token, choice.logprob, choice.finite
+        result.top_ids[i], result.top_logprobs[i] = choice.top_ids, choice.top_logprobs
+    return result
