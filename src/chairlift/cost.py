@@ -28,6 +28,11 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: Literal["f16", "int8"]) -> int
     return spec.num_layers * spec.num_kv_heads * per_head
 
 
+def packed_weight_bytes(file_bytes: int) -> int:
+    """Upper bound of the weights once packed: no layout takes more than 1.15 x what the file does."""
+    return file_bytes * 115 // 100
+
+
 def blocks_in(pool_bytes: int, bytes_per_token: int, block_size: int) -> int:
     """Whole KV blocks that fit into so many bytes."""
     return max(0, pool_bytes) // (bytes_per_token * block_size)

@@ -5,9 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from chairlift import cost
+from chairlift.config import Config
+from chairlift.errors import ConfigError, DoesNotFit
+from chairlift.machine import Machine
 from chairlift.models.spec import ModelSpec
 
 Batching = Literal["continuous", "static", "serial"]
+
+BLOCK_SIZE = 16
+DEFAULT_SLOTS = 16
+DEFAULT_CONTEXT = 8192
+DEFAULT_STEP_TOKENS = 512
+SLOT_TOKENS = 2048
+"""KV that each slot gets by default (or a quarter of full context, if more): conversations are seldom full at once, and
+memory that is touched at start costs about a second per GiB on a new virtual machine."""
+LEAST_CONTEXT = 256
+"""A context below this is not worth starting for, unless asked."""
+RUNTIME_BYTES = 128 * 1024**2
+"""Left for Python, the tokenizer and requests, beside weights, KV and activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +65,189 @@ class Plan:
     def full_conversations(self) -> float:
         """How many conversations of `max_model_len` the pool holds."""
         return self.pool_tokens / self.max_model_len
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOnDisk:
+    """What the plan needs to know of the model's file."""
+
+    name: str  # as served
+    format: str
+    weight_bytes: int
+
+
+def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDisk, *, isa: str) -> Plan:
+    """Cuts what was asked to what model and machine carry.
+
+    Raises ConfigError for what the model cannot do, DoesNotFit (before anything is loaded) for what the machine cannot.
+    """
+    notes: list[str] = []
+    kv_dtype: Literal["f16", "int8"] = "int8" if config.kv_cache_dtype == "int8" else "f16"
+    step_tokens = config.max_num_batched_tokens or DEFAULT_STEP_TOKENS
+    memory = _Memory.after_weights(config, spec, machine, model, step_tokens)
+    per_token = cost.kv_bytes_per_token(spec, kv_dtype)
+    limit = memory.pool_limit(per_token * BLOCK_SIZE)
+    limit_blocks = cost.blocks_in(limit, per_token, BLOCK_SIZE)
+    max_model_len = _context(_asked_context(config, spec, notes), limit_blocks, per_token, memory, notes)
+    slots = _slots(config, memory.carries(max_model_len, per_token), step_tokens, notes)
+    num_blocks = limit_blocks if config.kv_memory else min(limit_blocks, _useful_blocks(slots, max_model_len))
+    if num_blocks * BLOCK_SIZE < slots * max_model_len:
+        full = cost.concurrency(num_blocks * BLOCK_SIZE, max_model_len)
+        notes.append(
+            f"{slots} slots exceed the {full:.1f} full conversations that the KV pool holds: when it is full, the "
+            f"youngest waits and resumes; --kv-memory {_mib(slots * max_model_len * per_token)}MiB would hold all"
+        )
+    return Plan(
+        spec=spec,
+        model_name=model.name,
+        model_format=model.format,
+        weight_bytes=model.weight_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=slots,
+        max_num_batched_tokens=step_tokens,
+        max_queue=2 * slots if config.max_queue is None else config.max_queue,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        kv_dtype=kv_dtype,
+        kv_bytes_per_token=per_token,
+        prefix_caching=config.prefix_caching,
+        batching=config.batching,
+        max_gap_s=None if config.max_gap_ms is None else config.max_gap_ms / 1000,
+        watchdog_s=config.watchdog_s,
+        threads=_threads(config, machine, notes),
+        isa=isa,
+        seed=config.seed,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What is left for the KV pool, and how to say that it is too little."""
+
+    model: ModelOnDisk
+    machine: Machine
+    utilization: float
+    asked: int | None  # --kv-memory
+    working_bytes: int  # activations and the rest of the process
+
+    @classmethod
+    def after_weights(
+        cls, config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDisk, step_tokens: int
+    ) -> _Memory:
+        """DoesNotFit when the weights alone are too large."""
+        working = RUNTIME_BYTES + cost.activation_bytes(spec, step_tokens)
+        memory = cls(model, machine, config.memory_utilization, config.kv_memory, working)
+        if memory.room <= 0:
+            raise memory.too_small(0, "no KV yet")
+        return memory
+
+    @property
+    def room(self) -> int:
+        """Bytes left after weights and working memory."""
+        taken = cost.packed_weight_bytes(self.model.weight_bytes) + self.working_bytes
+        return self.machine.memory_available_bytes - taken
+
+    @property
+    def share(self) -> int:
+        """Bytes of the room that a pool may take by itself."""
+        return int(self.room * self.utilization)
+
+    def pool_limit(self, block_bytes: int) -> int:
+        """Most bytes of the pool: what was asked, if there is room for it, or our share."""
+        if self.asked is None:
+            return self.share
+        if self.asked < block_bytes:
+            raise ConfigError(
+                f"--kv-memory {self.asked}: one block of {BLOCK_SIZE} tokens takes {block_bytes} bytes",
+                hint=f"use at least {block_bytes}",
+            )
+        if self.asked > self.room:
+            raise self.too_small(self.asked, "--kv-memory")
+        return self.asked
+
+    def carries(self, context: int, per_token: int) -> int:
+        """Conversations of that length that our share of memory could hold; at least 1."""
+        return max(1, self.share // (context * per_token))
+
+    def too_small(self, kv_bytes: int, what: str) -> DoesNotFit:
+        """The error: needed, available, what would fit, which flag."""
+        weights = cost.packed_weight_bytes(self.model.weight_bytes)
+        needed = weights + self.working_bytes + kv_bytes
+        human = cost.human_bytes
+        if self.room <= 0:
+            hint = "use a smaller model or format, or give the machine or its cgroup more memory"
+        elif what == "--kv-memory":
+            hint = f"at most --kv-memory {_mib(self.room, up=False)}MiB fits"
+        else:
+            hint = (
+                f"{human(self.share)} are left for KV at --memory-utilization {self.utilization:g}; raise it, use "
+                f"--kv-cache-dtype int8 or a smaller model"
+            )
+        return DoesNotFit(
+            f"{self.model.name} does not fit: {human(needed)} needed (weights {human(weights)}, working memory "
+            f"{human(self.working_bytes)}, {what} {human(kv_bytes)}), {human(self.machine.memory_available_bytes)} "
+            f"available, limited by {self.machine.memory_limited_by}",
+            hint=hint,
+        )
+
+
+def _asked_context(config: Config, spec: ModelSpec, notes: list[str]) -> int:
+    if config.max_model_len is None:
+        if spec.context_length > DEFAULT_CONTEXT:
+            notes.append(f"context is {DEFAULT_CONTEXT} of the model's {spec.context_length} tokens: --max-model-len")
+        return min(spec.context_length, DEFAULT_CONTEXT)
+    if config.max_model_len > spec.context_length:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: {spec.name} was trained for {spec.context_length} tokens",
+            hint=f"use at most {spec.context_length}",
+        )
+    return config.max_model_len
+
+
+def _context(asked: int, limit_blocks: int, per_token: int, memory: _Memory, notes: list[str]) -> int:
+    """The context length, lowered to what the largest pool holds; DoesNotFit when that is not worth starting for."""
+    tokens = limit_blocks * BLOCK_SIZE
+    least = min(asked, LEAST_CONTEXT)
+    if tokens < least and memory.asked is None:
+        raise memory.too_small(least * per_token, f"KV for {least} tokens")
+    if tokens >= asked:
+        return asked
+    flag = f"--memory-utilization {memory.utilization:g}" if memory.asked is None else "--kv-memory"
+    notes.append(f"context lowered from {asked} to {tokens} tokens: the KV pool holds no more at this {flag}")
+    return tokens
+
+
+def _useful_blocks(slots: int, max_model_len: int) -> int:
+    """The pool that a team needs, if memory has more: one full context, and each slot's usual share."""
+    each = max(min(max_model_len, SLOT_TOKENS), max_model_len // 4)
+    return cost.blocks_for(max(max_model_len, slots * each), BLOCK_SIZE)
+
+
+def _slots(config: Config, carried: int, step_tokens: int, notes: list[str]) -> int:
+    if config.batching == "serial":
+        return 1
+    slots = config.max_num_seqs
+    if slots is None:
+        slots = min(DEFAULT_SLOTS, carried)
+        if slots < DEFAULT_SLOTS:
+            notes.append(f"slots lowered from {DEFAULT_SLOTS} to {slots}, which memory carries at full context")
+    if step_tokens < slots:
+        notes.append(f"slots lowered from {slots} to {step_tokens}: a step carries no more tokens")
+        slots = step_tokens
+    return slots
+
+
+def _threads(config: Config, machine: Machine, notes: list[str]) -> int:
+    if config.threads is None:
+        return machine.threads
+    if config.threads > machine.num_cpus:
+        notes.append(f"threads lowered from {config.threads} to {machine.num_cpus}: no more processors in our affinity")
+        return machine.num_cpus
+    if machine.quota is not None and config.threads > machine.quota:
+        notes.append(f"{config.threads} threads exceed the cgroup's quota of {machine.quota:g}: expect throttling")
+    return config.threads
+
+
+def _mib(num_bytes: int, *, up: bool = True) -> int:
+    return -(-num_bytes // 1024**2) if up else num_bytes // 1024**2
