@@ -1,0 +1,233 @@
+"""From a Config to a model that is ready to serve: find, open, size, load. Server and terminal commands start here.
+
+    config.model ──store──> file ──registry──> spec ──plan.resolve──> plan ──backend.load──> Loaded
+                                                  machine ─┘
+
+Owns the order of start-up and its timings; decides nothing itself: sizes are the plan's, arithmetic the cost module's.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from chairlift import machine as machines
+from chairlift import plan as plans
+from chairlift import store
+from chairlift.config import Config
+from chairlift.engine.detok import Detokenizer
+from chairlift.engine.engine import Engine
+from chairlift.engine.observer import Observer
+from chairlift.engine.request import Output, Request, SamplingParams
+from chairlift.engine.stops import StopMatcher
+from chairlift.errors import ConfigError, RequestError
+from chairlift.kernels.ops import Backend, KVLayout, Model
+from chairlift.machine import Machine
+from chairlift.models import registry
+from chairlift.models.gguf import GGUFFile
+from chairlift.models.spec import ModelSpec, RawTensor
+from chairlift.models.template import ChatTemplate
+from chairlift.models.tokenizer import Tokenizer
+from chairlift.plan import Plan
+
+Progress = Callable[[str], None]
+
+TEMPLATE_KEY = "tokenizer.chat_template"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model in memory, with all that serving it takes."""
+
+    config: Config
+    plan: Plan
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    model: Model
+    path: Path
+    machine: Machine
+    names: tuple[str, ...]  # clients may ask for any of these; the first is the model's own
+    num_parameters: int
+    read_bytes: int  # weights that one token reads: all but an embedding table that is not the head too
+    bandwidth: float  # bytes/s of memory, measured at start
+    timings: dict[str, float] = field(default_factory=dict)  # seconds of each part of the start, in order
+
+    def request(
+        self,
+        id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        salt: str = "",
+        key_name: str = "",
+    ) -> Request:
+        """A request for this model, ready to be submitted to its engine."""
+        return Request(
+            id=id,
+            prompt=tuple(prompt),
+            params=params,
+            eos_ids=self.tokenizer.eos_ids,
+            detok=Detokenizer(self.tokenizer.vocab_bytes, self.tokenizer.special_ids),
+            stops=StopMatcher(params.stop),
+            salt=salt,
+            key_name=key_name,
+            stream=stream,
+        )
+
+    def engine(self, deliver: Callable[[list[Output]], None], observer: Observer | None = None) -> Engine:
+        """An engine on this model; one at a time, since they would share its KV pool."""
+        return Engine(self.plan, self.model, deliver=deliver, observer=observer)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, with BOS where the model's prompts begin with it."""
+        return self.tokenizer.encode(text, add_bos=self.tokenizer.add_bos, parse_special=False)
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins."""
+        if self.template is None:
+            raise RequestError(f"{self.plan.model_name} has no chat template", hint="use it with plain text")
+        text = self.template.render(messages)
+        return self.tokenizer.encode(text, add_bos=self.tokenizer.add_bos, parse_special=True)
+
+
+def load(config: Config, *, progress: Progress | None = None) -> Loaded:
+    """Loads the model that the config asks for, on this machine.
+
+    `progress` gets a line per thing that may take long. Raises ConfigError, ModelError or DoesNotFit; nothing large is
+    read before the plan says that it fits.
+    """
+    timings: dict[str, float] = {}
+    path = store.resolve(config.model, config.cache_dir, progress=progress)
+    with _timed(timings, "open"):
+        file = GGUFFile.open(path)
+    with file:
+        with _timed(timings, "tokenizer"):
+            spec = registry.read_spec(file)
+            tokenizer = Tokenizer.from_gguf(file.metadata)
+            template = _template(file.metadata, tokenizer)
+        backend, isa = _backend(config)
+        machine = machines.detect()
+        names = config.served_model_name or (_own_name(config.model),)
+        tensors = registry.model_tensors(spec, file.tensors)
+        distinct = list({id(tensor): tensor for tensor in tensors.values()}.values())
+        on_disk = plans.ModelOnDisk(names[0], _format(distinct), sum(tensor.data.nbytes for tensor in distinct))
+        plan = plans.resolve(config, spec, machine, on_disk, isa=isa)
+        with _timed(timings, "bandwidth"):
+            bandwidth = machines.measure_bandwidth(plan.threads)
+        with _timed(timings, "weights and KV"):
+            model = backend.load(
+                spec,
+                registry.forward_for(spec.architecture),
+                tensors,
+                KVLayout(plan.num_blocks, plan.block_size, plan.kv_dtype),
+                max_rows=plan.max_num_batched_tokens,
+                threads=plan.threads,
+            )
+    tied = tensors[registry.HEAD] is tensors[registry.EMBEDDING]
+    return Loaded(
+        config=config,
+        plan=plan,
+        spec=spec,
+        tokenizer=tokenizer,
+        template=template,
+        model=model,
+        path=path,
+        machine=machine,
+        names=names,
+        num_parameters=sum(tensor.num_elements for tensor in distinct),
+        read_bytes=on_disk.weight_bytes - (0 if tied else tensors[registry.EMBEDDING].data.nbytes),
+        bandwidth=bandwidth,
+        timings=timings,
+    )
+
+
+class Session:
+    """An engine without a server, for one caller at a time: what `generate`, `chat` and `eval` run on."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._outputs: queue.SimpleQueue[list[Output]] = queue.SimpleQueue()
+        self._engine = loaded.engine(self._outputs.put)
+        self._num_requests = 0
+
+    def __enter__(self) -> Session:
+        with _timed(self._loaded.timings, "warm-up"):
+            self._engine.warm_up()
+        self._engine.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._engine.stop()
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Output]:
+        """Runs one request to its end. Leaving the iterator early cancels it. Raises what the request ended with."""
+        self._num_requests += 1
+        request = self._loaded.request(str(self._num_requests), prompt, params, stream=True)
+        self._engine.submit([request])
+        try:
+            while True:
+                for output in self._outputs.get():
+                    if output.request is not request:
+                        continue  # the last of one that was left early
+                    if output.error is not None:
+                        raise output.error
+                    yield output
+                    if output.finish_reason is not None:
+                        return
+        finally:
+            self._engine.cancel([request])
+
+
+@contextmanager
+def _timed(timings: dict[str, float], part: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    timings[part] = time.perf_counter() - start
+
+
+def _template(metadata: Mapping[str, object], tokenizer: Tokenizer) -> ChatTemplate | None:
+    source = metadata.get(TEMPLATE_KEY)
+    return ChatTemplate(source, tokenizer.special_tokens) if isinstance(source, str) else None
+
+
+def _backend(config: Config) -> tuple[Backend, str]:
+    """The kernels and the name of their instruction set."""
+    if config.backend == "reference":
+        if config.isa is not None:
+            raise ConfigError(f"--isa {config.isa} chooses among compiled kernels; --backend reference has none")
+        from chairlift.kernels.reference import ReferenceBackend
+
+        return ReferenceBackend(), "numpy"
+    try:
+        from chairlift.kernels.native import NativeBackend
+    except ImportError as error:
+        raise ConfigError(
+            f"the compiled kernels are missing: {error}",
+            hint="build them with `pip install .` (needs a C++20 compiler), or use --backend reference, which is slow",
+        ) from None
+    native = NativeBackend(config.isa)
+    return native, native.isa
+
+
+def _own_name(model: str) -> str:
+    """The catalogue's name, or a file's without its ending."""
+    return model if model in store.CATALOGUE else Path(model).stem
+
+
+def _format(tensors: Sequence[RawTensor]) -> str:
+    """The types of the matrices, those with most bytes first: "Q4_1 + Q8_0"."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if len(tensor.shape) > 1:
+            sizes[tensor.type_name] += tensor.data.nbytes
+    return " + ".join(name for name, _ in sizes.most_common())
