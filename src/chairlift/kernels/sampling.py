@@ -37,6 +37,7 @@ class Choice:
     finite: bool
 
 
+@np.errstate(over="ignore", invalid="ignore")  # -inf is the right end of an overflow; what is worse is flagged
 def reduce_logits(logits: F32, record: Any, bias: tuple[I32, F32], seen: tuple[I32, I32]) -> Choice:
     """Chooses a token from raw logits (V,), or reports the target's log-probability when the record names one.
 
@@ -96,8 +97,7 @@ def choose(adjusted: F32, record: Any) -> int:
     temperature = np.float32(record["temperature"])
     if temperature == 0:
         return int(adjusted.argmax())  # numpy gives the first of equals
-    with np.errstate(over="ignore"):  # a tiny temperature may send all but the largest to -inf, as it should
-        scaled = (adjusted - adjusted.max()) / temperature
+    scaled = (adjusted - adjusted.max()) / temperature  # shifted first: no temperature overflows the largest
     ids, probabilities = candidates(scaled, record)
     cumulative = np.cumsum(probabilities)
     draw = uniform(int(record["seed"]), int(record["choice"]), int(record["index"])) * cumulative[-1]
