@@ -100,8 +100,8 @@ class Tokenizer:
     """One model's tokenizer; immutable once built, so any number of threads may use it at once.
 
     `vocab_bytes[id]` are the bytes an id stands for; `special_ids` are control tokens, which give no text to a reader;
-    `eos_ids` end a generation; `bos_id` is None where the model names none; `add_bos` says whether its prompts begin with
-    it; `special_tokens` maps the names that chat templates use (`bos_token`, `eos_token`, ...) to their text.
+    `eos_ids` end a generation; `bos_id` is None where the model names none; `add_bos` says whether its prompts begin
+    with it; `special_tokens` maps the names that chat templates use (`bos_token`, `eos_token`, ...) to their text.
     """
 
     def __init__(self, fields: _Fields) -> None:
