@@ -65,6 +65,11 @@ def service() -> Iterator[Service]:
     made.engine.stop()
 
 
+def state_of(engine: Engine) -> str:
+    """A call, so that a type checker does not take the state for a constant."""
+    return engine.state
+
+
 def expected(request: Request) -> str:
     assert request.params.max_tokens is not None
     return bytes(alone(request.prompt, request.params.max_tokens)).decode()
@@ -171,7 +176,7 @@ def test_drain_refuses_new_requests_and_finishes_old_ones(service: Service) -> N
     service.gate.open.set()
     service.finish(old)
     assert service.text(old) == expected(old)
-    assert service.engine.state == "draining"
+    assert state_of(service.engine) == "draining"
 
 
 def test_stop_cancels_what_is_left() -> None:
@@ -195,21 +200,21 @@ def test_stalled_when_work_exists_and_no_step_ends() -> None:
     gate = Gate()
     outputs: list[Output] = []
     engine = Engine(plan, FakeModel(plan.num_blocks, before_run=gate), deliver=outputs.extend, clock=lambda: now[0])
-    assert engine.state == "loading"
+    assert state_of(engine) == "loading"
     engine.warm_up()
     engine.start()
     now[0] = 1000.0
-    assert engine.state == "ready", "idle is not stalled"
+    assert state_of(engine) == "ready", "idle is not stalled"
     gate.close()
     engine.submit([fake_request("a", range(20), max_tokens=2)])
     assert gate.held.wait(10)
     now[0] += 29.0
-    assert engine.state == "ready"
+    assert state_of(engine) == "ready"
     now[0] += 2.0
-    assert engine.state == "stalled"
+    assert state_of(engine) == "stalled"
     gate.open.set()
     wait_until(lambda: engine.is_idle)
-    assert engine.state == "ready"
+    assert state_of(engine) == "ready"
     engine.stop()
 
 

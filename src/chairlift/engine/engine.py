@@ -1,7 +1,7 @@
 """The engine thread: `step = schedule(); result = run(step); commit(step, result)`, for ever.
 
-Owns the scheduler, the runner, the clock and the inbox. Other threads only submit, cancel and look; a step's outputs leave
-in one call of `deliver`. Knows no HTTP and no asyncio.
+Owns the scheduler, the runner, the clock and the inbox. Other threads only submit, cancel and look; a step's outputs
+leave in one call of `deliver`. Knows no HTTP and no asyncio.
 
     any thread     submit ──> inbox ──┐                 ┌──> deliver(outputs), once a step
     engine thread                     └─ schedule, run, commit
@@ -25,7 +25,7 @@ from chairlift.engine.runner import Runner
 from chairlift.engine.scheduler import Limits, Scheduler
 from chairlift.engine.step import Step, StepResult
 from chairlift.engine.stops import StopMatcher
-from chairlift.errors import ContextLengthExceeded, Draining, EngineError, QueueFull
+from chairlift.errors import Draining, EngineError, QueueFull
 from chairlift.kernels.ops import Model
 from chairlift.plan import Plan
 
@@ -90,7 +90,7 @@ class Engine:
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Generates a few tokens on the calling thread, before `start`: pages in the weights and teaches the predictor."""
+        """Generates a few tokens on the calling thread, before `start`: pages in weights, teaches the predictor."""
         for _ in range(2):
             request = _warm_up_request(self._plan)
             self._scheduler.add(request)
@@ -107,12 +107,10 @@ class Engine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests, all or none (the choices of one request come together).
 
-        Raises ContextLengthExceeded, QueueFull, Draining or EngineError (when the engine is dead) at once.
+        Raises RequestError, QueueFull, Draining or EngineError (when the engine is dead) at once.
         """
-        limit = self._plan.max_model_len
         for request in requests:
-            if request.num_prompt + 1 > limit:
-                raise ContextLengthExceeded(request.num_prompt, limit)
+            self._scheduler.validate(request)
             request.timing.arrival_s = self._clock()
         with self._wake:
             self._refuse_if_closed()
@@ -219,8 +217,7 @@ class Engine:
             # Within the lock, so that submit() never misses a request that is between inbox and queue.
             for request in submitted:
                 self._scheduler.add(request)
-        ended = [output for request in cancelled if (output := self._scheduler.cancel(request)) is not None]
-        self._send(ended)
+        self._send([output for request in cancelled for output in self._scheduler.cancel(request)])
 
     def _wait_for_work(self) -> None:
         self._step_end_s = None
