@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_model
 
-from chairlift import store
-from chairlift.config import Config
+from chairlift import config, store
+from tiny import tiny_model
 
 TinyGGUF = Callable[..., Path]
 """`tiny_gguf(architecture="llama", **shape)`: the path of such a file; see `tiny.tiny_model`."""
@@ -34,4 +33,4 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> TinyGGUF:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model, fetched into the user's cache if it is not there yet."""
-    return store.resolve("smollm2", Config().cache_dir)
+    return store.resolve("smollm2", config.load().cache_dir)
