@@ -36,6 +36,7 @@ class Kind:
     parse: Callable[[object], Any]
     limits: str
     metavar: str
+    choices: tuple[str, ...] = ()
 
 
 def whole(low: int, high: int) -> Kind:
@@ -102,7 +103,7 @@ def one_of(*choices: str) -> Kind:
             raise ValueError
         return str(value)
 
-    return Kind(parse, "one of " + ", ".join(choices), "|".join(choices))
+    return Kind(parse, "one of " + ", ".join(choices), "WORD", choices)
 
 
 def path() -> Kind:
@@ -193,14 +194,14 @@ class Config:
     """Every setting, as asked for; None means "you decide", which the Plan does."""
 
     model: str = _model("smollm2", text(), "A packaged model (`chairlift models`) or the path of a GGUF file.")
-    served_model_name: tuple[str, ...] = _model(
-        (), _NAME, "Name that clients ask for; give it again for aliases.", "the model's own", repeat=True
-    )
     cache_dir: Path = _model(_CACHE.expanduser(), path(), "Where fetched models lie.", str(_CACHE))  # noqa: RUF009
     seed: int = _model(0, whole(0, 2**63 - 1), "Seeds the sampling of requests that bring no seed.")
 
     host: str = _server("127.0.0.1", text(), "Address to listen on; beyond loopback an API key is required.")
     port: int = _server(8000, whole(0, 65535), "Port to listen on; 0 picks a free one.")
+    served_model_name: tuple[str, ...] = _server(
+        (), _NAME, "Name that clients ask for; give it again for aliases.", "the model's own", repeat=True
+    )
     api_key: tuple[str, ...] = _server(
         (), _KEY, "Key that clients must send; give it again for more keys.", "none", repeat=True, secret=True
     )
@@ -222,7 +223,9 @@ class Config:
         "Most tokens of one request, prompt and answer together.",
         "the model's, at most 8192, at most what memory holds",
     )
-    kv_memory: int | None = _memory(None, size(1), "Size of the KV pool.", "a quarter of full context for every slot")
+    kv_memory: int | None = _memory(
+        None, size(1), "Size of the KV pool.", "2,048 tokens, or a quarter of the context, for every slot"
+    )
     memory_utilization: float = _memory(
         0.6, real(0.01, 0.95), "Most that the KV pool may take of the memory left after the weights, as a fraction."
     )
