@@ -1,10 +1,10 @@
-"""Stop strings over a text that arrives in pieces: what may be sent, and where the text ends.
+r"""Stop strings over a text that arrives in pieces: what may be sent, and where the text ends.
 
     sent | held back                     held: the longest suffix that is a proper prefix of some stop
     "lazy|\nUs"      stop "\nUser:"      "\nUsual" would be sent whole; "\nUser:" never
 
-The answer depends on the text alone, never on how it was cut into pieces: the stop that is complete first ends the text,
-and of several complete at the same character the longest, since it starts first.
+The answer depends on the text alone, never on how it was cut into pieces: the stop that is complete first ends the
+text, and of several complete at the same character the longest, since it starts first.
 """
 
 from __future__ import annotations
