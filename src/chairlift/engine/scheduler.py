@@ -1,0 +1,403 @@
+"""Which tokens of which requests run now: one counter per request catches up with another, and there are no phases.
+
+    waiting ──admit──> running ──finish──> gone          each step gives every running request some of the tokens
+       resuming <──preempt──┘                            between `num_computed` and `num_tokens`
+       └──admit──> running
+
+A chunk of a prompt, the end of one, a decode, a prefix hit and the replay after a preemption are all the same.
+`running` is in order of age: when blocks run out the last one loses its own, so the first one always gets on.
+
+Owns queues, block tables and the sharing of prefixes. Pure: no clock, no arrays; one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from chairlift.engine.blocks import BlockPool
+from chairlift.engine.budget import Budget, Predictor
+from chairlift.engine.ending import accept, accept_prompt_logprobs, finish
+from chairlift.engine.policies import policy_for
+from chairlift.engine.prefix import Parent, Root
+from chairlift.engine.request import FinishReason, Output, Request
+from chairlift.engine.step import Piece, Step, StepResult
+from chairlift.errors import ContextLengthExceeded, EngineError, RequestError
+from chairlift.plan import Batching
+
+_LEAST_GAP_S = 0.1
+_DECODES_PER_GAP = 2.0  # without `max_gap_s`, prompts may double the time of a decode-only step that is slow by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler keeps to; see Plan."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_gap_s: float | None = None  # None: the larger of 0.1 s and twice the decode-only step
+    idle_step_s: float = 0.5  # bounds a step that nobody waits for, so that cancelling and admission stay quick
+    prefix_caching: bool = True
+    batching: Batching = "continuous"
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that may run at once: each must get its token in every step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+class Scheduler:
+    """`schedule()`, then `commit()` or `abort()` of the same step, in turn; `add` and `cancel` at any time."""
+
+    def __init__(self, limits: Limits, pool: BlockPool, predictor: Predictor) -> None:
+        self._limits = limits
+        self._pool = pool
+        self._predictor = predictor
+        self._policy = policy_for(limits.batching)
+        self._waiting: deque[Request] = deque()  # never run yet
+        self._resuming: deque[Request] = deque()  # have run and lost their blocks; come before those that wait
+        self._running: list[Request] = []
+        self._in_flight: Step | None = None
+        self._registered: dict[int, None] = {}  # blocks that the step in flight fills, in order
+        self._early_hits: list[Request] = []  # one entry per counted hit on one of those
+        self._displaced: set[Request] = set()  # lost their blocks once: hits are no longer a saving to report
+        self._held_finals: list[Output] = []
+        self.memory_blocked = False
+        """Whether, at the last schedule(), a slot was free and the first in line lacked blocks."""
+
+    # -- what it looks like from outside ------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot, preempted ones included."""
+        return len(self._waiting) + len(self._resuming)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return len(self._running) + len(self._held_finals)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether schedule() has anything to do."""
+        return bool(self._running or self._resuming or self._waiting)
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """Most tokens, prompt and output, that one request may have."""
+        return min(self._limits.max_model_len, self._pool.num_tokens)
+
+    def validate(self, request: Request) -> None:
+        """Raises ContextLengthExceeded, or RequestError, for a prompt that can never run. Safe from any thread."""
+        if not request.prompt:
+            raise RequestError("the prompt has no tokens", param="prompt")
+        limit = self.max_tokens_per_request
+        if request.num_prompt + 1 > limit:
+            what = "the context length" if limit == self._limits.max_model_len else "the KV pool's size"
+            raise ContextLengthExceeded(request.num_prompt, limit, what=what)
+
+    def check(self) -> None:
+        """Raises AssertionError unless blocks, tables and queues agree."""
+        self._pool.check(request.block_table for request in self._running)
+        assert len(self._running) <= self._limits.num_slots, "more requests run than there are slots"
+        for request in (*self._waiting, *self._resuming):
+            assert not request.block_table, f"{request.id} waits and holds blocks"
+            assert request.num_computed == 0, f"{request.id} waits and has computed tokens"
+        for request in self._running:
+            room = len(request.block_table) * self._pool.block_size
+            assert request.num_computed <= room, f"{request.id} has computed more than its blocks hold"
+
+    # -- in and out ---------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request; raises as `validate` does."""
+        self.validate(request)
+        self._waiting.append(request)
+
+    def cancel(self, request: Request) -> list[Output]:
+        """Ends a request in whatever phase it is: its last event, and those that waited for it. Again: nothing."""
+        return self._end(request, FinishReason.CANCELLED, None)
+
+    def end_all(self, reason: FinishReason, error: EngineError | None) -> list[Output]:
+        """Ends everything, the step in flight too."""
+        outputs = self.abort(self._in_flight) if self._in_flight else []
+        for request in (*self._running, *self._resuming, *self._waiting):
+            outputs += self._end(request, reason, error)
+        return outputs
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """The next step, or None when there is nothing to do.
+
+        Decodes come first: every running request that lacks exactly one token gets it. Prompts share what is left.
+        """
+        if self._in_flight is not None:
+            raise RuntimeError("the last step was neither committed nor aborted")
+        self._registered.clear()
+        self._early_hits.clear()
+        preempted = self._make_room()
+        self._admit()
+        if not self._running:
+            return None
+        budget = Budget(self._predictor, self._limits.max_num_batched_tokens)
+        pieces = {r: self._give(r, 1, budget) for r in self._running if r.num_uncomputed == 1}
+        self._share([r for r in self._running if r not in pieces], budget, pieces)
+        in_order = tuple(pieces[r] for r in self._running if r in pieces)
+        self._in_flight = Step(in_order, budget.predicted_s, tuple(preempted))
+        return self._in_flight
+
+    def commit(self, step: Step, result: StepResult) -> list[Output]:
+        """Takes in what the step computed and sampled; ends what is at its end and frees its blocks and slot."""
+        assert step is self._in_flight, "not the step in flight"
+        self._in_flight = None
+        outputs: list[Output] = []
+        for i, piece in enumerate(step.pieces):
+            request = piece.request
+            if not request.is_finished:
+                request.num_computed = piece.stop
+                accept_prompt_logprobs(request, piece.start, result.prompt_logprobs.get(i, ()))
+                if piece.samples:
+                    output = accept(request, result.sampled.get(i), self.max_tokens_per_request)
+                    outputs += [output] if output else []
+            if request.is_finished:
+                self._leave(request)
+        return self._hold_back(outputs)
+
+    def abort(self, step: Step, *, end: Collection[Request] = (), error: EngineError | None = None) -> list[Output]:
+        """Undoes a step that failed: nothing that it was to compute can be found, and its requests will start over.
+
+        Those in `end` end with `error` instead. Whoever had already shared a block of the step starts over too.
+        """
+        assert step is self._in_flight, "not the step in flight"
+        self._in_flight = None
+        for request in self._early_hits:
+            request.num_cached = (request.num_cached or 0) - self._pool.block_size
+        pieces = {piece.request for piece in step.pieces}
+        for request in reversed(self._running.copy()):
+            if request.is_finished:
+                self._leave(request)
+            elif request in pieces or not self._registered.keys().isdisjoint(request.block_table):
+                self._displace(request)
+        for block in reversed(self._registered):
+            self._pool.withdraw(block)
+        outputs: list[Output] = []
+        for request in end:
+            outputs += self._end(request, FinishReason.ERROR, error)
+        return outputs
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> list[Request]:
+        """Gives every running request a slot for its next token, oldest first; the youngest pay, and are returned."""
+        preempted: list[Request] = []
+        num_ready = 0
+        while num_ready < len(self._running):
+            request = self._running[num_ready]
+            if self._has_slot(request):
+                num_ready += 1
+            elif self._pool.num_available:
+                request.block_table.append(self._pool.take())
+            else:
+                victim = self._running[-1]
+                victim.num_preemptions += 1
+                self._displace(victim)
+                preempted.append(victim)
+        return preempted
+
+    def _has_slot(self, request: Request) -> bool:
+        """Whether its next token has a place, once all hits are taken."""
+        self._take_hits(request)
+        return request.num_computed < len(request.block_table) * self._pool.block_size
+
+    def _displace(self, request: Request) -> None:
+        """Takes a running request's blocks and slot; it will be recomputed, ahead of all that wait now."""
+        self._running.remove(request)
+        self._release(request)
+        self._displaced.add(request)
+        self._resuming.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self._pool.release(request.block_table)
+        request.block_table.clear()
+        request.num_computed = 0
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Lets in whoever is first in line while there are seats and blocks. Those that resume have their seat."""
+        seats = self._policy.seats(len(self._running) + len(self._resuming), self._limits.num_slots)
+        self.memory_blocked = False
+        while self._resuming or (self._waiting and seats > 0):
+            line = self._resuming or self._waiting
+            if not self._fits(line[0]):
+                self.memory_blocked = True
+                return
+            seats -= line is self._waiting
+            request = line.popleft()
+            request.num_cached = request.num_cached or 0
+            self._running.append(request)
+            if not self._has_slot(request):
+                request.block_table.append(self._pool.take())
+
+    def _fits(self, request: Request) -> bool:
+        """Whether all its tokens, less its hits, plus one block for each running request, find a place.
+
+        What running requests still need for the tokens they have is taken already.
+        """
+        hits = self._hits(request)
+        num_new = self._pool.blocks_for(request.num_tokens) - sum(map(self._pool.is_held, hits))
+        num_promised = sum(self._pool.blocks_for(r.num_tokens) - len(r.block_table) for r in self._running)
+        return num_new + num_promised + len(self._running) <= self._pool.num_available
+
+    # -- prefix sharing -----------------------------------------------------------------------------------------------
+
+    def _hits(self, request: Request) -> list[int]:
+        """The blocks that a request can share from where it stands; at least one token is left to compute."""
+        size = self._pool.block_size
+        start = request.num_computed
+        if start % size or start + size >= request.num_tokens or not _takes_hits(request):
+            return []
+        parent = self._parent(request, start // size)
+        hits: list[int] = []
+        while parent is not None and start + size < request.num_tokens:
+            block = self._pool.prefix.find(parent, request.tokens_between(start, start + size))
+            if block is None:
+                break
+            hits.append(block)
+            parent = self._pool.prefix.node(block)
+            start += size
+        return hits
+
+    def _take_hits(self, request: Request) -> None:
+        """Shares what can be shared instead of computing it; a block taken for the same place goes back."""
+        hits = self._hits(request)
+        if not hits:
+            return
+        size = self._pool.block_size
+        index = request.num_computed // size
+        self._pool.release(request.block_table[index:])
+        request.block_table[index:] = hits
+        for block in hits:
+            self._pool.share(block)
+        request.num_computed += len(hits) * size
+        if request not in self._displaced:
+            request.num_cached = (request.num_cached or 0) + len(hits) * size
+            self._early_hits += [request] * sum(block in self._registered for block in hits)
+
+    def _parent(self, request: Request, index: int) -> Parent | None:
+        """What the block at `index` of its table follows; None when that cannot be found by others either."""
+        if index > 0:
+            return self._pool.prefix.node(request.block_table[index - 1])
+        return self._root(request)
+
+    def _root(self, request: Request) -> Root:
+        """Where its prefixes start; without prefix caching only the choices of one request ("X#0", "X#1") share."""
+        group = "" if self._limits.prefix_caching else request.id.rpartition("#")[0] or request.id
+        return (request.salt, group)
+
+    def _register(self, request: Request, index: int) -> None:
+        """Lets others find the block at `index`, whose tokens are all known, before it is computed."""
+        size = self._pool.block_size
+        parent = self._parent(request, index)
+        if parent is None:
+            return
+        tokens = request.tokens_between(index * size, (index + 1) * size)
+        block = request.block_table[index]
+        if self._pool.prefix.register(parent, tokens, block):
+            self._registered[block] = None
+
+    # -- sharing a step -----------------------------------------------------------------------------------------------
+
+    def _share(self, prompts: list[Request], budget: Budget, pieces: dict[Request, Piece]) -> None:
+        """Divides what is left of a step among requests that lack more than one token, given by age.
+
+        Half may go to those that are sooner done than the oldest, the shortest first; then the oldest takes all it can,
+        so that it never starves; then the rest. The oldest can always go on by a block: prompts get on
+        however slow the decodes are.
+        """
+        if not prompts:
+            return
+        oldest = prompts[0]
+        least = min(self._pool.block_size, oldest.num_uncomputed, budget.rows_left)
+        target_s = max(self._target_s(budget), budget.seconds_with(oldest, least))
+        half_s = (budget.predicted_s + target_s) / 2
+        rows_kept = budget.rows_left // 2
+        shortest_first = sorted(prompts[1:], key=lambda r: r.num_uncomputed)
+        for request in shortest_first:
+            if request.num_uncomputed < oldest.num_uncomputed:
+                self._advance(request, budget, half_s, budget.rows_left - rows_kept, pieces)
+        for request in (oldest, *shortest_first):
+            if request not in pieces:
+                self._advance(request, budget, target_s, budget.rows_left, pieces)
+
+    def _target_s(self, budget: Budget) -> float:
+        """How long the step may take; `budget` holds its decodes and nothing else."""
+        if not any(request.output for request in self._running):
+            return self._limits.idle_step_s
+        if self._limits.max_gap_s is not None:
+            return self._limits.max_gap_s
+        return max(_LEAST_GAP_S, _DECODES_PER_GAP * budget.predicted_s)
+
+    def _advance(
+        self, request: Request, budget: Budget, target_s: float, max_rows: int, pieces: dict[Request, Piece]
+    ) -> None:
+        """Gives a request as many tokens as seconds, rows and blocks allow; short of its end, up to a block's edge."""
+        self._take_hits(request)
+        size = self._pool.block_size
+        start = request.num_computed
+        room = (len(request.block_table) + self._pool.num_available) * size - start
+        num_tokens = budget.most(request, target_s, min(max_rows, room))
+        edge = (start + num_tokens) // size * size
+        if start + num_tokens < request.num_tokens and edge > start:
+            num_tokens = edge - start
+        if num_tokens:
+            pieces[request] = self._give(request, num_tokens, budget)
+
+    def _give(self, request: Request, num_tokens: int, budget: Budget) -> Piece:
+        """Makes the next tokens of a request part of the step: blocks, registration, budget."""
+        size = self._pool.block_size
+        start, stop = request.num_computed, request.num_computed + num_tokens
+        while len(request.block_table) * size < stop:
+            request.block_table.append(self._pool.take())
+        for index in range(start // size, stop // size):
+            self._register(request, index)
+        budget.spend(request, num_tokens)
+        return Piece(request, start, num_tokens)
+
+    # -- endings ------------------------------------------------------------------------------------------------------
+
+    def _end(self, request: Request, reason: FinishReason, error: EngineError | None) -> list[Output]:
+        """Ends a request from outside. In flight it keeps its blocks until the step is over, since they are written."""
+        if request.is_finished:
+            return []
+        output = finish(request, reason, error)
+        if self._in_flight is None or request not in {piece.request for piece in self._in_flight.pieces}:
+            self._leave(request)
+        return [output, *self._hold_back([])]
+
+    def _leave(self, request: Request) -> None:
+        """The one way out: blocks, slot and place in line go back, wherever it was."""
+        self._release(request)
+        self._displaced.discard(request)
+        for line in (self._running, self._resuming, self._waiting):
+            if request in line:
+                line.remove(request)
+
+    def _hold_back(self, outputs: list[Output]) -> list[Output]:
+        """Under a policy that ends batches as one, keeps last events until the slowest member has ended."""
+        if not self._policy.holds_finals:
+            return outputs
+        self._held_finals += [output for output in outputs if output.finish_reason]
+        outputs = [output for output in outputs if not output.finish_reason]
+        if all(request.is_finished for request in self._running) and not self._resuming:
+            outputs += self._held_finals
+            self._held_finals = []
+        return outputs
+
+
+def _takes_hits(request: Request) -> bool:
+    """Whether cached blocks are of use: a prompt that is still being scored needs every row computed."""
+    return request.params.prompt_logprobs is None or len(request.prompt_logprobs) == request.num_prompt
