@@ -1,0 +1,44 @@
+// out = x @ W.T (+ bias) (+ residual) for packed weights.
+//
+// Each output is one float sum over blocks of 32 inputs in ascending order (float layouts: four interleaved sums), by the
+// same operations whatever the number of rows: row i of a batch equals the same row alone, bit for bit.
+#pragma once
+
+#include <stdint.h>
+
+#include "layout.h"
+
+namespace chairlift {
+
+// The rows that a matrix multiplies: int8 for w4, w4_min and w8; f32 for the other layouts.
+struct Activations {
+    const float* values;  // (rows, stride)
+    int64_t stride;       // lanes from one row of `values` to the next
+    const int8_t* q;      // (rows, cols), within [-127, 127]
+    const float* scale;   // (rows, cols / 32)
+    const int32_t* sum;   // (rows, cols / 32) sum of each block's q
+};
+
+struct MatmulArgs {
+    MatrixView weights;
+    Activations x;
+    int num_rows;
+    float* out;  // (num_rows, out_stride); the first weights.rows lanes of each row are written
+    int64_t out_stride;
+    const float* bias;      // (weights.rows,) or null
+    const float* residual;  // (num_rows, residual_stride) or null; may be `out`
+    int64_t residual_stride;
+};
+
+struct MatmulKernels {
+    // Computes the outputs of panels [begin, end) for all rows. Calls over disjoint ranges may run at the same time.
+    void (*run)(const MatmulArgs& args, int64_t begin, int64_t end);
+};
+
+#ifdef CHAIRLIFT_ISA_NS
+namespace CHAIRLIFT_ISA_NS {
+extern const MatmulKernels matmul_kernels;
+}
+#endif
+
+}  // namespace chairlift
