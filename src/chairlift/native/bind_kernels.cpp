@@ -1,0 +1,148 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bind.h"
+#include "isa.h"
+#include "pack.h"
+#include "sample.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace chairlift {
+
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using LevelRows = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void require(bool condition, const char* message) {
+    if (!condition) throw std::invalid_argument(message);
+}
+
+// A new numpy array of zeros.
+template <class T, class... Shape>
+nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Shape)>> zeros(Shape... extents) {
+    const size_t shape[] = {static_cast<size_t>(extents)...};
+    size_t size = 1;
+    for (const size_t extent : shape) size *= extent;
+    auto data = std::make_unique<T[]>(size);
+    T* raw = data.release();
+    nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return {raw, sizeof...(Shape), shape, owner};
+}
+
+auto embed(const PackedMatrix& matrix, int64_t row) {
+    require(row >= 0 && row < matrix.rows(), "row out of range");
+    auto out = zeros<float>(matrix.cols());
+    embed_row(matrix.view(), row, out.data());
+    return out;
+}
+
+// Sums of the blocks of int8 activations, which the model's own quantiser keeps beside them.
+std::vector<int32_t> block_sums(const LevelRows& q) {
+    std::vector<int32_t> sums(q.size() / kBlock);
+    for (size_t i = 0; i < q.size(); ++i) sums[i / kBlock] += q.data()[i];
+    return sums;
+}
+
+auto multiply(const std::string& isa, const PackedMatrix& matrix, const MatmulArgs& rows, std::optional<Floats> bias,
+              std::optional<FloatRows> residual) {
+    const int64_t cols = matrix.rows();
+    auto out = zeros<float>(rows.num_rows, cols);
+    MatmulArgs args = rows;
+    args.weights = matrix.view();
+    args.out = out.data();
+    args.out_stride = args.residual_stride = cols;
+    if (bias) {
+        require(static_cast<int64_t>(bias->size()) == cols, "bias does not match the matrix");
+        args.bias = bias->data();
+    }
+    if (residual) {
+        require(residual->shape(0) == out.shape(0) && residual->shape(1) == out.shape(1), "residual has another shape");
+        args.residual = residual->data();
+    }
+    kernels(isa_from_name(isa)).matmul.run(args, 0, matrix.num_panels());
+    return out;
+}
+
+auto matmul_int8(const std::string& isa, const PackedMatrix& matrix, LevelRows q, FloatRows scale,
+                 std::optional<Floats> bias, std::optional<FloatRows> residual) {
+    require(takes_int8(matrix.layout()), "this layout takes f32 activations");
+    require(static_cast<int64_t>(q.shape(1)) == matrix.cols(), "activations do not match the matrix");
+    require(scale.shape(0) == q.shape(0) && scale.shape(1) * kBlock == q.shape(1), "scales do not match the activations");
+    const std::vector<int32_t> sums = block_sums(q);
+    MatmulArgs args{};
+    args.num_rows = static_cast<int>(q.shape(0));
+    args.x = {nullptr, 0, q.data(), scale.data(), sums.data()};
+    return multiply(isa, matrix, args, bias, residual);
+}
+
+auto matmul_float(const std::string& isa, const PackedMatrix& matrix, FloatRows x, std::optional<Floats> bias,
+                  std::optional<FloatRows> residual) {
+    require(!takes_int8(matrix.layout()), "this layout takes int8 activations");
+    require(static_cast<int64_t>(x.shape(1)) == matrix.cols(), "activations do not match the matrix");
+    MatmulArgs args{};
+    args.num_rows = static_cast<int>(x.shape(0));
+    args.x = {x.data(), matrix.cols(), nullptr, nullptr, nullptr};
+    return multiply(isa, matrix, args, bias, residual);
+}
+
+void require_ids(const Ints& ids, size_t count, size_t vocab) {
+    require(ids.size() == count, "ids and values differ in number");
+    const bool within = std::all_of(ids.data(), ids.data() + ids.size(),
+                                    [&](int32_t id) { return id >= 0 && static_cast<size_t>(id) < vocab; });
+    require(within, "token id out of range");
+}
+
+nb::tuple reduce(const std::string& isa, Floats logits, Bytes record, const std::tuple<Ints, Floats>& bias,
+                 const std::tuple<Ints, Ints>& seen) {
+    const auto& [bias_ids, bias_values] = bias;
+    const auto& [seen_ids, seen_counts] = seen;
+    require(logits.size() > 0 && record.size() == sizeof(SampleParams), "expects logits and one sampling record");
+    require_ids(bias_ids, bias_values.size(), logits.size());
+    require_ids(seen_ids, seen_counts.size(), logits.size());
+    SampleParams params;
+    std::copy_n(record.data(), sizeof params, reinterpret_cast<uint8_t*>(&params));
+    require(params.target < static_cast<int64_t>(logits.size()), "target out of range");
+    const Adjustments adjustments{bias_ids.data(), bias_values.data(), static_cast<int32_t>(bias_ids.size()),
+                                  seen_ids.data(), seen_counts.data(), static_cast<int32_t>(seen_ids.size())};
+    std::vector<float> scratch(2 * logits.size());
+    const SampleResult result = reduce_logits(kernels(isa_from_name(isa)).sample, logits.data(),
+                                              static_cast<int64_t>(logits.size()), params, adjustments, scratch.data());
+    auto top_ids = zeros<int32_t>(kMaxTop);
+    auto top_logprobs = zeros<float>(kMaxTop);
+    std::copy_n(result.top_ids, kMaxTop, top_ids.data());
+    std::copy_n(result.top_logprobs, kMaxTop, top_logprobs.data());
+    return nb::make_tuple(result.token, result.logprob, top_ids, top_logprobs, result.finite);
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& module) {
+    nb::module_ kernels = module.def_submodule("kernels", "Kernels one by one, for tests and measurements.");
+    kernels.def("embed_row", embed, "matrix"_a, "row"_a, "One row of a packed matrix as float32 (cols,).");
+    kernels.def("matmul_int8", matmul_int8, "isa"_a, "matrix"_a, "q"_a, "scale"_a, "bias"_a = nb::none(),
+                "residual"_a = nb::none(), "(rows, cols) int8 and their scales -> (rows, matrix.rows).");
+    kernels.def("matmul_float", matmul_float, "isa"_a, "matrix"_a, "x"_a, "bias"_a = nb::none(),
+                "residual"_a = nb::none(), "(rows, cols) float32 -> (rows, matrix.rows).");
+    kernels.def("reduce_logits", reduce, "isa"_a, "logits"_a, "record"_a, "bias"_a, "seen"_a,
+                "sampling.reduce_logits: (token, logprob, top_ids, top_logprobs, finite).");
+    kernels.def("uniform", uniform, "seed"_a, "choice"_a, "index"_a, "sampling.uniform.");
+}
+
+}  // namespace chairlift
