@@ -112,9 +112,9 @@ class Cache:
             self._data[slots] = x
             return
         amax = np.abs(x).max(axis=2)
-        inverse = np.float32(127) / amax
-        usable = (np.isfinite(inverse) & (inverse > 0))[:, :, None]
-        lanes = np.where(usable, x * inverse[:, :, None], np.float32(0))
+        with np.errstate(all="ignore"):
+            inverse = (np.float32(127) / amax)[:, :, None]
+            lanes = np.where(np.isfinite(inverse) & (inverse > 0), x * inverse, np.float32(0))
         self._data[slots] = np.rint(lanes).astype(np.int8)
         self._scale[slots] = amax / np.float32(127)
 
@@ -204,7 +204,8 @@ class ReferenceOps:
 
     def logits(self, x: F32, head: Weight) -> F32:
         """linear(x, head) for the step's logit rows, (L, vocab)."""
-        return self.linear(x[self._step.logit_rows], head)
+        wanted = self._step.logit_rows
+        return self.linear(x[wanted], head) if len(wanted) else np.zeros((0, self._spec.vocab_size), np.float32)
 
 
 def load_weight(tensor: RawTensor) -> Weight:
@@ -226,8 +227,6 @@ def plain(weight: Weight) -> F32:
 
 def by_row(op: Callable[[F32], F32], x: F32) -> F32:
     """The op on each row by itself, so that a sum's order depends on the row's width only."""
-    if len(x) == 0:
-        return np.empty((0, len(op(np.zeros(x.shape[1], np.float32)))), np.float32)
     return np.stack([op(row) for row in x])
 
 
