@@ -1,0 +1,208 @@
+"""The plan: defaults, what lowers them, and errors that compute the answer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift import cost
+from chairlift.config import Config
+from chairlift.errors import ConfigError, DoesNotFit
+from chairlift.machine import Machine
+from chairlift.models.spec import ModelSpec, RopeSpec
+from chairlift.plan import BLOCK_SIZE, ModelOnDisk, Plan, resolve
+
+MIB = 1024**2
+SMOL = ModelSpec(
+    architecture="llama", name="SmolLM2 135M", num_layers=30, hidden_size=576, ffn_size=1536, num_heads=9,
+    num_kv_heads=3,
+    head_dim=64, value_dim=64, vocab_size=49152, context_length=8192, rms_eps=1e-5, rope=RopeSpec(64),
+)  # fmt: skip
+ON_DISK = ModelOnDisk("smollm2", "Q4_1", 98_000_000)
+BOX = Machine(
+    num_cpus=4, num_cores=2, quota=None, memory_total_bytes=16 * 1024 * MIB, memory_available_bytes=12 * 1024 * MIB,
+    memory_limited_by="the machine",
+)  # fmt: skip
+
+
+def plan(config: Config | None = None, *, spec: ModelSpec = SMOL, memory: int | None = None, **machine: object) -> Plan:
+    box = dataclasses.replace(BOX, **machine)  # type: ignore[arg-type]
+    if memory is not None:
+        box = dataclasses.replace(box, memory_available_bytes=memory, memory_limited_by="the cgroup")
+    return resolve(config or Config(), spec, box, ON_DISK, isa="avx2")
+
+
+def noted(made: Plan, words: str) -> bool:
+    return any(words in note for note in made.notes)
+
+
+def test_defaults_on_a_roomy_machine() -> None:
+    """Defaults that drift from what the documentation says."""
+    made = plan()
+    assert (made.max_num_seqs, made.max_model_len, made.max_queue) == (16, 8192, 32)
+    assert (made.max_num_batched_tokens, made.block_size, made.kv_dtype) == (512, 16, "f16")
+    assert made.pool_tokens == 16 * 2048
+    assert made.full_conversations == 4.0
+    assert made.threads == 2
+    assert made.max_gap_s is None
+
+
+def test_a_pool_below_all_slots_at_full_context_is_said() -> None:
+    """Slots beyond what memory carries, found out by preemptions only."""
+    assert noted(plan(), "16 slots exceed the 4.0 full conversations")
+    assert not noted(plan(Config(kv_memory=16 * 8192 * 23040)), "exceed")
+
+
+def test_short_contexts_get_a_pool_for_all_slots() -> None:
+    """Eight people preempting one another with gigabytes free."""
+    made = plan(Config(max_model_len=1024))
+    assert made.pool_tokens == 16 * 1024
+    assert made.notes == ()
+
+
+def test_long_models_are_cut_to_8192_unless_asked() -> None:
+    """A 128k model that reserves memory for 128k because nobody said otherwise."""
+    long = dataclasses.replace(SMOL, context_length=131072)
+    assert plan(spec=long).max_model_len == 8192
+    assert noted(plan(spec=long), "8192 of the model's 131072")
+    assert plan(Config(max_model_len=32768), spec=long).max_model_len == 32768
+
+
+def test_context_beyond_the_model_is_refused() -> None:
+    """Positions that the model was never trained for."""
+    with pytest.raises(ConfigError, match="trained for 8192"):
+        plan(Config(max_model_len=8193))
+
+
+def test_context_never_exceeds_the_pool() -> None:
+    """A request that is let in and can never run."""
+    made = plan(Config(kv_memory=64 * BLOCK_SIZE * 23040, max_model_len=4096))
+    assert (made.num_blocks, made.max_model_len) == (64, 1024)
+    assert noted(made, "context lowered from 4096 to 1024")
+
+
+def test_slots_are_lowered_to_what_memory_carries() -> None:
+    """Sixteen slots on memory for two: nothing but preemptions."""
+    room = cost.packed_weight_bytes(ON_DISK.weight_bytes) + 160 * MIB
+    made = plan(memory=int(room + 2.5 * 8192 * 23040 / 0.6))
+    assert made.max_num_seqs == 2
+    assert noted(made, "slots lowered from 16 to 2")
+    assert noted(plan(Config(max_num_seqs=8), memory=made.pool_bytes * 3), "8 slots exceed")
+
+
+def test_a_small_machine_gets_a_small_context() -> None:
+    """A start that fails where a shorter context would have done."""
+    made = plan(memory=300 * MIB)
+    assert 256 <= made.max_model_len < 8192
+    assert made.max_model_len == made.pool_tokens
+    assert noted(made, "context lowered")
+
+
+def test_steps_smaller_than_slots_lower_the_slots() -> None:
+    """A running request that no step has room for."""
+    made = plan(Config(max_num_batched_tokens=4))
+    assert (made.max_num_batched_tokens, made.max_num_seqs, made.max_queue) == (4, 4, 8)
+    assert noted(made, "a step carries no more")
+
+
+def test_serial_has_one_slot() -> None:
+    """A plan that promises more than the policy gives."""
+    assert plan(Config(batching="serial")).max_num_seqs == 1
+
+
+def test_weights_that_do_not_fit_fail_before_loading() -> None:
+    """Killed by the kernel half way through loading, without a word."""
+    with pytest.raises(DoesNotFit) as caught:
+        plan(memory=200 * MIB)
+    assert all(word in str(caught.value) for word in ("needed", "200 MiB available", "the cgroup", "smaller model"))
+
+
+def test_no_room_for_any_context() -> None:
+    """An error that does not say which flag would help."""
+    weights = cost.packed_weight_bytes(ON_DISK.weight_bytes)
+    working = plan_working_bytes()
+    with pytest.raises(DoesNotFit, match="--memory-utilization"):
+        plan(memory=weights + working + 6 * MIB)
+
+
+def plan_working_bytes() -> int:
+    """Least memory at which the weights alone fit, less the weights."""
+    low, high = 100 * MIB, 1024 * MIB
+    while high - low > MIB:
+        middle = (low + high) // 2
+        try:
+            plan(Config(kv_memory=16 * 23040), memory=middle)
+            high = middle
+        except DoesNotFit:
+            low = middle
+    return high - cost.packed_weight_bytes(ON_DISK.weight_bytes)
+
+
+def test_kv_memory_that_does_not_fit_says_what_would() -> None:
+    """A guess-again error; what it offers must itself work."""
+    with pytest.raises(DoesNotFit) as caught:
+        plan(Config(kv_memory=64 * 1024 * MIB))
+    offered = int(str(caught.value).split("at most --kv-memory ")[1].split("MiB")[0])
+    assert plan(Config(kv_memory=offered * MIB)).pool_bytes > (offered - 1) * MIB
+    with pytest.raises(DoesNotFit):
+        plan(Config(kv_memory=(offered + 1) * MIB))
+
+
+def test_kv_memory_below_a_block() -> None:
+    """A pool of no blocks."""
+    with pytest.raises(ConfigError, match="one block of 16 tokens takes 368640 bytes"):
+        plan(Config(kv_memory=368639))
+    assert plan(Config(kv_memory=368640)).num_blocks == 1
+
+
+def test_threads_asked_for() -> None:
+    """More threads than processors, or a setting that is ignored."""
+    assert plan(Config(threads=1)).threads == 1
+    assert plan(Config(threads=4)).threads == 4
+    made = plan(Config(threads=64))
+    assert made.threads == 4
+    assert noted(made, "threads lowered from 64 to 4")
+    assert noted(plan(Config(threads=3), quota=2.0), "throttling")
+
+
+def test_what_was_asked_is_carried_over() -> None:
+    """A setting that never reaches the engine."""
+    made = plan(
+        Config(max_num_seqs=3, max_queue=0, seed=5, max_gap_ms=50.0, watchdog_s=7.0, prefix_caching=False,
+               batching="static", kv_cache_dtype="int8")
+    )  # fmt: skip
+    assert (made.max_num_seqs, made.max_queue, made.seed, made.max_gap_s, made.watchdog_s) == (3, 0, 5, 0.05, 7.0)
+    assert (made.prefix_caching, made.batching, made.kv_dtype) == (False, "static", "int8")
+    assert made.kv_bytes_per_token == 30 * 3 * 136
+
+
+@settings(deadline=None)
+@given(
+    memory=st.integers(0, 40_000 * MIB),
+    utilization=st.floats(0.01, 0.95),
+    slots=st.none() | st.integers(1, 64),
+    length=st.none() | st.integers(16, 8192),
+    tokens=st.none() | st.integers(1, 2048),
+    kv_memory=st.none() | st.integers(1, 8000 * MIB),
+)
+def test_every_plan_holds_together(
+    memory: int, utilization: float, slots: int | None, length: int | None, tokens: int | None, kv_memory: int | None
+) -> None:
+    """A plan whose parts contradict one another: the engine trusts it without a check."""
+    config = Config(
+        memory_utilization=utilization, max_num_seqs=slots, max_model_len=length, max_num_batched_tokens=tokens,
+        kv_memory=kv_memory,
+    )  # fmt: skip
+    try:
+        made = plan(config, memory=memory)
+    except (DoesNotFit, ConfigError):
+        return
+    assert 1 <= made.max_model_len <= made.pool_tokens
+    assert made.max_model_len <= min(8192, length or 8192)
+    assert 1 <= made.max_num_seqs <= made.max_num_batched_tokens
+    left = memory - cost.packed_weight_bytes(ON_DISK.weight_bytes)
+    assert made.pool_bytes <= (left * utilization if kv_memory is None else kv_memory)
+    assert made.pool_bytes < left
