@@ -153,12 +153,13 @@ class Sim:
 
     def commit(self, step: Step) -> None:
         """Runs a scheduled step and takes in its result."""
-        seconds = self.cost.predict(step.num_rows, step.kv_tokens_read, sum(p.samples for p in step.pieces))
         counts = [(p.request, len(p.request.output)) for p in step.pieces]
         result = self.runner.run(step)
+        logit_rows = len(result.sampled) + sum(map(len, result.prompt_logprobs.values()))
+        seconds = self.cost.predict(step.num_rows, step.kv_tokens_read, logit_rows)
         self.now_s += seconds
         if self.predictor:
-            self.predictor.observe(step.num_rows, step.kv_tokens_read, len(result.sampled), seconds)
+            self.predictor.observe(step.num_rows, step.kv_tokens_read, logit_rows, seconds)
         self.deliver(self.scheduler.commit(step, result))
         self.scheduler.check()
         self.steps.append(step)

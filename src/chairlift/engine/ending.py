@@ -19,7 +19,7 @@ def accept(request: Request, sampled: Sampled | None, max_tokens_in_all: int) ->
     neighbours have no part in that. `max_tokens_in_all` bounds prompt and output together.
     """
     if sampled is None or not sampled.ok:
-        return finish(request, FinishReason.ERROR, EngineError(f"request {request.id}: its logits are not finite"))
+        return finish(request, FinishReason.ERROR, EngineError(f"request {request.id}: its logits were not finite"))
     if request.params.max_tokens == 0:  # only the prompt was to be scored
         return finish(request, FinishReason.LENGTH)
     request.output.append(sampled.token)
@@ -44,16 +44,18 @@ def finish(request: Request, reason: FinishReason, error: EngineError | None = N
     return Output(request, "", len(request.output), finish_reason=reason, error=error)
 
 
-def accept_prompt_logprobs(request: Request, start: int, entries: Sequence[TokenLogprob]) -> None:
-    """Adds the entries of prompt tokens start + 1, start + 2, ...; those it has from before a preemption are kept.
+def accept_prompt_logprobs(request: Request, stop: int, entries: Sequence[TokenLogprob]) -> None:
+    """Adds the newest entries of a prompt that was computed up to position `stop`: up to the one of token `stop`.
 
-    The first prompt token has none, since nothing comes before it.
+    The first prompt token has none, since nothing comes before it. Those known from before a preemption are kept.
     """
     if request.params.prompt_logprobs is None:
         return
     if not request.prompt_logprobs:
         request.prompt_logprobs.append(None)
-    request.prompt_logprobs.extend(entries[len(request.prompt_logprobs) - start - 1 :])
+    num_new = min(stop + 1, request.num_prompt) - len(request.prompt_logprobs)
+    if num_new > 0:
+        request.prompt_logprobs.extend(entries[-num_new:])
 
 
 def _take_in(request: Request, token: int, max_tokens_in_all: int) -> tuple[str, FinishReason | None]:

@@ -41,7 +41,9 @@ class StepTime:
         if min(self._prior) <= 0.0:
             raise ValueError(f"every coefficient of the prior must be above zero: {self._prior}")
         self._weights = list(self._prior)
-        self._cov = [[w * w if i == j else 0.0 for j in range(4)] for i, w in enumerate(self._prior)]
+        self._cov = [[_UNSURE_ALL**2 * v * w for w in self._prior] for v in self._prior]
+        for i, w in enumerate(self._prior):
+            self._cov[i][i] += (_UNSURE_EACH * w) ** 2
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:

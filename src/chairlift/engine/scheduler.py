@@ -158,7 +158,7 @@ class Scheduler:
             request = piece.request
             if not request.is_finished:
                 request.num_computed = piece.stop
-                accept_prompt_logprobs(request, piece.start, result.prompt_logprobs.get(i, ()))
+                accept_prompt_logprobs(request, piece.stop, result.prompt_logprobs.get(i, ()))
                 if piece.samples:
                     output = accept(request, result.sampled.get(i), self.max_tokens_per_request)
                     outputs += [output] if output else []
