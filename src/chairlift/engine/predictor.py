@@ -18,9 +18,9 @@ from math import sqrt
 _NOISE = 0.1  # one standard deviation of a measured step, as a share of its prediction
 _DRIFT_EACH = 0.002  # of one coefficient, per step
 _DRIFT_ALL = 0.01  # of all coefficients together, per step
-_MAX_UNSURE = (
-    2.0  # of one coefficient, as a share of itself: bounds what drift adds up to while nothing tells them apart
-)
+_UNSURE_EACH = 2.0  # standard deviation of the prior, as a share of it: one coefficient against the others,
+_UNSURE_ALL = 5.0  # and the speed of the machine, which the first steps tell
+_MAX_UNSURE = 4.0  # of one coefficient, as a share of itself: bounds what drift adds up to while steps are alike
 _MAX_SURPRISE = 3.0  # in standard deviations: what lies beyond counts no more, so that one hiccup teaches little
 _SMALLEST = 1e-3  # of its prior: a coefficient that was driven to zero can still drift away from it
 
