@@ -1,0 +1,78 @@
+// The paged KV cache of one layer, and causal attention over it; plain data, safe to include from per-ISA sources.
+//
+// Owns the layout of a block and the order of the sums; knows nothing of threads.
+//
+//   layer:  [block][kv_head] -> record
+//   record: K  head_dim x 16 tokens   (a lane's 16 tokens side by side: scores come out as vectors over tokens)
+//           V  16 tokens x value_dim  (a token's lanes side by side: the weighted sum is a vector over lanes)
+//           int8 only: 16 K scales, 16 V scales (f32, one per token)
+//
+// A row's result depends on its position alone: scores of tiles of 64 positions counted from position 0, an online softmax
+// from tile to tile, a fresh one every 1,024 positions, and these parts merged in ascending order; for one row as for many.
+// The 1,024 are where one long context can be shared out between threads without changing a bit.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace chairlift {
+
+static constexpr int kBlockTokens = 16;
+static constexpr int kTilePositions = 64;
+static constexpr int kSplitPositions = 1024;
+static constexpr int kMaxHeadDim = 256;
+static constexpr int kMaxTaskQueries = 32;  // rows x query heads of one attention task
+
+// Readers fetch whole vectors and may run this far past the last record; what they read there is dropped.
+static constexpr size_t kCacheSlackBytes = 64;
+
+enum class KVType { f16, int8 };
+
+// Sizes and offsets of one layer's cache; the same for all layers. Made by kv_shape() in kv.h.
+struct KVShape {
+    KVType type;
+    int num_kv_heads;
+    int head_dim;   // a multiple of 8, up to kMaxHeadDim; of queries, keys and values
+    size_t value_offset;  // bytes from the start of a record
+    size_t scale_offset;
+    size_t record_bytes;
+    size_t block_bytes;   // all KV heads of a block
+};
+
+// One token's keys and values, to be rounded into `slot` = block * 16 + offset.
+struct KVWrite {
+    const KVShape* shape;
+    uint8_t* layer;
+    const float* keys;    // (num_kv_heads, head_dim)
+    const float* values;  // (num_kv_heads, head_dim)
+    int32_t slot;
+};
+
+// Consecutive rows of one sequence against one KV head: every query head that shares it.
+struct AttendTask {
+    const KVShape* shape;
+    const uint8_t* layer;
+    const int32_t* blocks;  // the sequence's block table
+    int kv_head;
+    int group_size;         // query heads per KV head; num_rows * group_size <= kMaxTaskQueries
+    int num_rows;
+    int first_position;     // row r stands at first_position + r and reads positions 0 .. first_position + r
+    const float* queries;   // first row, first head of the group; heads are head_dim apart
+    int64_t query_stride;   // floats from a row to the next
+    float* out;             // as queries
+    int64_t out_stride;
+    float scale;            // head_dim ** -0.5
+};
+
+struct AttentionKernels {
+    void (*write)(const KVWrite& write);
+    void (*attend)(const AttendTask& task);
+};
+
+#ifdef CHAIRLIFT_ISA_NS
+namespace CHAIRLIFT_ISA_NS {
+extern const AttentionKernels attention_kernels;
+}
+#endif
+
+}  // namespace chairlift

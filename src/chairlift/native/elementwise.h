@@ -1,0 +1,49 @@
+// Row functions: everything between the matrix products that is not attention. One call is one row.
+//
+// Each is compiled once per ISA level. All sums run in one fixed order, so that a row's result depends on the row alone.
+#pragma once
+
+#include <stdint.h>
+
+namespace chairlift {
+
+// How the heads of one row turn at its position. The first 2 * num_pairs lanes of a head turn, the rest are copied.
+// Pair i is lanes (2i, 2i + 1) when interleaved, else (i, i + num_pairs).
+struct RopeRow {
+    const float* cosines;  // (num_pairs,)
+    const float* sines;
+    int num_pairs;
+    int num_heads;
+    int head_dim;
+    bool interleaved;
+};
+
+struct ElementwiseKernels {
+    // 1 / sqrt(mean(x^2) + eps) over n lanes.
+    float (*inverse_rms)(const float* x, int n, float eps);
+
+    // out[i] = x[i] * factor * weight[i]: the rest of an RMS norm. `out` may be `x`.
+    void (*scale)(const float* x, const float* weight, float factor, int n, float* out);
+
+    // Rounds a row to int8, 32 lanes at a time: amax = max|x|; scale = amax / 127; q = rint(x * (127 / amax)), half to even.
+    // n is a multiple of 32; scales and sums have n / 32 entries; sums[b] is the sum of the block's q. A block that holds a
+    // NaN or an infinity gets a NaN scale, so that it shows in the logits.
+    void (*quantise)(const float* x, int n, int8_t* q, float* scales, int32_t* sums);
+
+    // out[i] = gate[i] / (1 + exp(-gate[i])) * up[i]. `out` may be `gate` or `up`.
+    void (*swiglu)(const float* gate, const float* up, int n, float* out);
+
+    // out[i] = a[i] + b[i]. `out` may be `a` or `b`.
+    void (*add)(const float* a, const float* b, int n, float* out);
+
+    // Rotates num_heads heads of head_dim lanes. `out` may be `x`.
+    void (*rope)(const float* x, const RopeRow& rope, float* out);
+};
+
+#ifdef CHAIRLIFT_ISA_NS
+namespace CHAIRLIFT_ISA_NS {
+extern const ElementwiseKernels elementwise_kernels;
+}
+#endif
+
+}  // namespace chairlift

@@ -1,0 +1,51 @@
+// The KV cache of all layers: one allocation, touched at start, that never grows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention.h"
+#include "pool.h"
+
+namespace chairlift {
+
+// Zeroed pages, mapped and touched by the pool's threads, so that no step meets a page fault later.
+// Throws std::runtime_error that names the size when the system refuses.
+class Memory {
+public:
+    Memory(size_t bytes, Pool& pool);
+    ~Memory();
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+
+    uint8_t* data() const { return data_; }
+    size_t bytes() const { return bytes_; }
+
+private:
+    size_t bytes_;
+    uint8_t* data_;
+};
+
+// Throws std::invalid_argument unless head_dim is a multiple of 8 in [8, kMaxHeadDim] and num_kv_heads is positive.
+KVShape kv_shape(KVType type, int num_kv_heads, int head_dim);
+
+class KVCache {
+public:
+    KVCache(const KVShape& shape, int num_layers, int num_blocks, Pool& pool);
+
+    const KVShape& shape() const { return shape_; }
+    int num_layers() const { return num_layers_; }
+    int num_blocks() const { return num_blocks_; }
+    // Bytes of all records; what the Plan counts.
+    size_t bytes() const { return layer_bytes_ * static_cast<size_t>(num_layers_); }
+    uint8_t* layer(int index) const { return memory_.data() + layer_bytes_ * static_cast<size_t>(index); }
+
+private:
+    KVShape shape_;
+    int num_layers_;
+    int num_blocks_;
+    size_t layer_bytes_;
+    Memory memory_;
+};
+
+}  // namespace chairlift
