@@ -1,0 +1,167 @@
+// A recorded forward pass: a flat list of ops over one arena of activations, replayed once a step.
+//
+// Owns the arena and the order of the ops; the recorder (kernels/native.py) decides what is fused and which buffers are
+// shared. Each op is cut into chunks for the pool and ends before the next begins.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "isa.h"
+#include "kv.h"
+#include "matmul.h"
+#include "pack.h"
+#include "pool.h"
+#include "step.h"
+
+namespace chairlift {
+
+inline constexpr int kLogitTile = 32;  // logit rows that are multiplied and sampled together
+
+// Lanes [offset, offset + width) of every row of a buffer.
+struct Lanes {
+    int buffer = -1;
+    int offset = 0;
+    int width = 0;
+};
+
+class Program {
+public:
+    // Throws std::invalid_argument when the level is not available here or a size is not positive.
+    Program(Isa isa, std::shared_ptr<Pool> pool, std::shared_ptr<KVCache> cache, int max_rows, int vocab);
+
+    // Recording. All throw std::invalid_argument on operands that do not fit together.
+
+    // A buffer of `width` lanes a row: f32, or int8 with a scale and a sum per 32 lanes.
+    int add_buffer(int width, bool quantised);
+    int add_matrix(std::shared_ptr<const PackedMatrix> matrix);
+    int add_vector(std::vector<float> values);
+    // Pair i turns by position * frequencies[i].
+    int add_rope(std::vector<double> frequencies, bool interleaved);
+
+    void embed(int matrix, Lanes out);
+    // Norm of each group of as many lanes as the vector has; out may be x, or quantised (one group only).
+    void rms_norm(Lanes x, int vector, float eps, Lanes out);
+    void quantise(Lanes x, Lanes out);
+    // out = x @ matrix.T (+ bias) (+ residual); bias -1 and residual.buffer -1 stand for none. out may be residual.
+    void matmul(Lanes x, int matrix, int bias, Lanes residual, Lanes out);
+    void rope(Lanes x, int rope, Lanes out);
+    void write_kv(Lanes keys, Lanes values, int layer);
+    void attend(Lanes queries, int layer, Lanes out);
+    void swiglu(Lanes gate, Lanes up, Lanes out);
+    void add(Lanes a, Lanes b, Lanes out);
+    // Norm (vector -1: none), head product and sampling, for the step's logit rows only. Once, at the end.
+    void logits(Lanes x, int vector, float eps, int matrix);
+    // Allocates the arena; nothing can be recorded after.
+    void finish();
+
+    // Replaying. Throws std::invalid_argument when the step is malformed; one step at a time.
+    void run(const Step& step, const StepResult& result);
+
+    int num_ops() const { return static_cast<int>(ops_.size()); }
+    size_t weight_bytes() const;
+    size_t activation_bytes() const { return arena_ ? arena_->bytes() : 0; }
+
+private:
+    enum class Kind { embed, rms_norm, quantise, matmul, rope, write_kv, attend, swiglu, add, logits };
+
+    struct Op {
+        Kind kind;
+        Lanes a;
+        Lanes b;
+        Lanes out;
+        int matrix = -1;
+        int vector = -1;
+        int index = -1;  // rope or layer
+        float eps = 0.0F;
+    };
+
+    struct Buffer {
+        int width;
+        bool quantised;
+        int rows;
+        size_t offset = 0;  // into the arena
+    };
+
+    struct Rope {
+        std::vector<double> frequencies;
+        bool interleaved;
+        std::vector<float> cosines;  // (max_rows, pairs), of the step being run
+        std::vector<float> sines;
+    };
+
+    // Rows of one sequence and query heads of one KV group that attention takes together; for every KV head alike.
+    struct Tile {
+        int row;
+        int num_rows;
+        int first_head;
+        int num_heads;
+        int table_start;
+    };
+
+    // The planes of a quantised buffer.
+    struct QuantisedRows {
+        int8_t* q;
+        float* scales;
+        int32_t* sums;
+    };
+
+    int new_buffer(int width, bool quantised, int rows);
+    const Buffer& check_lanes(Lanes lanes) const;
+    void check_f32(Lanes lanes, int width) const;
+    void check_out(Lanes out, int width) const;
+    void check_vector(int vector) const;
+    void check_layer(int layer) const;
+    void push(const Op& op);
+
+    // Rows of buffers.
+    float* f32(Lanes lanes, int row) const;
+    int64_t stride(Lanes lanes) const;
+    QuantisedRows quantised_rows(const Buffer& buffer) const;
+    Activations activations(Lanes lanes) const;
+    template <class Fill>
+    void fill_row(Lanes out, int row, Fill fill) const;
+    void norm_row(const float* x, int width, const Op& op, Lanes out, int row) const;
+
+    // Sharing out.
+    template <class Fn>
+    void share(int64_t units, int64_t work_per_unit, Fn fn);
+    template <class Fn>
+    void each_row(int rows, int64_t work_per_row, Fn fn);
+
+    void prepare(const Step& step);
+    void run_op(const Op& op, const Step& step, const StepResult& result);
+    void run_matmul(const Op& op, int rows);
+    void run_rope(const Op& op, int rows);
+    void run_write_kv(const Op& op, const Step& step);
+    void cut_tiles(const Step& step, int group);
+    void run_attend(const Op& op, const Step& step);
+    void run_logits(const Op& op, const Step& step, const StepResult& result);
+    void gather_logit_rows(const Op& op, const Step& step, int first, int count);
+    void multiply(const MatmulArgs& args);
+    void reduce(const Step& step, const StepResult& result, int first, int count);
+
+    const Kernels& kernels_;
+    std::shared_ptr<Pool> pool_;
+    std::shared_ptr<KVCache> cache_;
+    int max_rows_;
+    int vocab_;
+    StepChecker checker_;
+    std::vector<Buffer> buffers_;
+    std::vector<std::shared_ptr<const PackedMatrix>> matrices_;
+    std::vector<std::vector<float>> vectors_;
+    std::vector<Rope> ropes_;
+    std::vector<Op> ops_;
+    std::unique_ptr<Memory> arena_;
+    Lanes head_in_;   // (kLogitTile, width): the gathered rows, as the head takes them
+    Lanes head_out_;  // (kLogitTile, vocab)
+    Lanes scratch_;   // (threads, 2 * vocab) for sampling
+    std::vector<Tile> tiles_;
+    std::mutex running_;
+};
+
+}  // namespace chairlift

@@ -1,0 +1,274 @@
+// Replaying a recorded program: one step, op by op, each shared out over the pool.
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "program.h"
+
+namespace chairlift {
+namespace {
+
+// Below about this many multiply-adds a chunk costs less than handing it to another thread (a few microseconds).
+constexpr int64_t kChunkWork = 1 << 16;
+// More chunks than threads, so that a thread that lost its core is not waited for long.
+constexpr int kChunksPerThread = 4;
+// Lanes of a row made as f32 before they are rounded; whole blocks of 32.
+constexpr int kSliceLanes = 512;
+
+}  // namespace
+
+// Cuts `units` into contiguous ranges and calls fn(begin, end) for each, in parallel when there is enough work.
+template <class Fn>
+void Program::share(int64_t units, int64_t work_per_unit, Fn fn) {
+    const int64_t most = pool_->threads() == 1 ? 1 : int64_t{pool_->threads()} * kChunksPerThread;
+    const int64_t worth = units * work_per_unit / kChunkWork;
+    const int chunks = static_cast<int>(std::clamp<int64_t>(std::min(units, worth), 1, most));
+    pool_->run(chunks, [&](int chunk) { fn(units * chunk / chunks, units * (chunk + 1) / chunks); });
+}
+
+template <class Fn>
+void Program::each_row(int rows, int64_t work_per_row, Fn fn) {
+    share(rows, work_per_row, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) fn(static_cast<int>(row));
+    });
+}
+
+// Makes a row with fill(first_lane, num_lanes, f32 destination), rounding it slice by slice when `out` is quantised.
+template <class Fill>
+void Program::fill_row(Lanes out, int row, Fill fill) const {
+    const Buffer& buffer = buffers_[static_cast<size_t>(out.buffer)];
+    if (!buffer.quantised) {
+        fill(0, out.width, f32(out, row));
+        return;
+    }
+    const QuantisedRows rows = quantised_rows(buffer);
+    alignas(64) float slice[kSliceLanes];
+    for (int lane = 0; lane < out.width; lane += kSliceLanes) {
+        const int count = std::min(kSliceLanes, out.width - lane);
+        fill(lane, count, slice);
+        const int64_t at = int64_t{row} * buffer.width + lane;
+        kernels_.elementwise.quantise(slice, count, rows.q + at, rows.scales + at / kBlock, rows.sums + at / kBlock);
+    }
+}
+
+void Program::norm_row(const float* x, int width, const Op& op, Lanes out, int row) const {
+    const ElementwiseKernels& kernel = kernels_.elementwise;
+    const std::vector<float>& weight = vectors_[static_cast<size_t>(op.vector)];
+    const int group = static_cast<int>(weight.size());
+    for (int start = 0; start < width; start += group) {
+        const float factor = kernel.inverse_rms(x + start, group, op.eps);
+        const Lanes part = group == width ? out : Lanes{out.buffer, out.offset + start, group};
+        fill_row(part, row, [&](int lane, int count, float* to) {
+            kernel.scale(x + start + lane, weight.data() + lane, factor, count, to);
+        });
+    }
+}
+
+void Program::run(const Step& step, const StepResult& result) {
+    if (arena_ == nullptr) throw std::invalid_argument("the program is not finished");
+    const std::lock_guard one_at_a_time(running_);
+    checker_.check(step, result);
+    prepare(step);
+    for (const Op& op : ops_) run_op(op, step, result);
+}
+
+// What all layers share: the rotations of the step's positions, and how attention is cut.
+void Program::prepare(const Step& step) {
+    for (Rope& rope : ropes_) {
+        const size_t pairs = rope.frequencies.size();
+        each_row(step.num_rows(), static_cast<int64_t>(pairs) * 64, [&](int row) {
+            for (size_t pair = 0; pair < pairs; ++pair) {
+                const double angle = step.positions[static_cast<size_t>(row)] * rope.frequencies[pair];
+                const size_t at = static_cast<size_t>(row) * pairs + pair;
+                rope.cosines[at] = static_cast<float>(std::cos(angle));
+                rope.sines[at] = static_cast<float>(std::sin(angle));
+            }
+        });
+    }
+}
+
+void Program::run_op(const Op& op, const Step& step, const StepResult& result) {
+    const ElementwiseKernels& kernel = kernels_.elementwise;
+    const int rows = step.num_rows();
+    switch (op.kind) {
+        case Kind::embed: {
+            const MatrixView& table = matrices_[static_cast<size_t>(op.matrix)]->view();
+            each_row(rows, op.out.width, [&](int row) {
+                embed_row(table, step.tokens[static_cast<size_t>(row)], f32(op.out, row));
+            });
+            break;
+        }
+        case Kind::rms_norm:
+            each_row(rows, 2 * op.a.width, [&](int row) { norm_row(f32(op.a, row), op.a.width, op, op.out, row); });
+            break;
+        case Kind::quantise:
+            each_row(rows, op.a.width, [&](int row) {
+                fill_row(op.out, row, [&](int lane, int count, float* to) {
+                    std::copy_n(f32(op.a, row) + lane, count, to);
+                });
+            });
+            break;
+        case Kind::swiglu:
+            each_row(rows, 4 * op.a.width, [&](int row) {
+                fill_row(op.out, row, [&](int lane, int count, float* to) {
+                    kernel.swiglu(f32(op.a, row) + lane, f32(op.b, row) + lane, count, to);
+                });
+            });
+            break;
+        case Kind::add:
+            each_row(rows, op.a.width, [&](int row) {
+                kernel.add(f32(op.a, row), f32(op.b, row), op.a.width, f32(op.out, row));
+            });
+            break;
+        case Kind::matmul: run_matmul(op, rows); break;
+        case Kind::rope: run_rope(op, rows); break;
+        case Kind::write_kv: run_write_kv(op, step); break;
+        case Kind::attend: run_attend(op, step); break;
+        case Kind::logits: run_logits(op, step, result); break;
+    }
+}
+
+void Program::multiply(const MatmulArgs& args) {
+    const int64_t work = int64_t{args.num_rows} * kPanelRows * args.weights.cols;
+    const int64_t panels = (args.weights.rows + kPanelRows - 1) / kPanelRows;
+    share(panels, work, [&](int64_t begin, int64_t end) { kernels_.matmul.run(args, begin, end); });
+}
+
+void Program::run_matmul(const Op& op, int rows) {
+    MatmulArgs args{};
+    args.weights = matrices_[static_cast<size_t>(op.matrix)]->view();
+    args.x = activations(op.a);
+    args.num_rows = rows;
+    args.out = f32(op.out, 0);
+    args.out_stride = stride(op.out);
+    if (op.vector >= 0) args.bias = vectors_[static_cast<size_t>(op.vector)].data();
+    if (op.b.buffer >= 0) {
+        args.residual = f32(op.b, 0);
+        args.residual_stride = stride(op.b);
+    }
+    multiply(args);
+}
+
+void Program::run_rope(const Op& op, int rows) {
+    const Rope& rope = ropes_[static_cast<size_t>(op.index)];
+    const int pairs = static_cast<int>(rope.frequencies.size());
+    const int head_dim = cache_->shape().head_dim;
+    each_row(rows, 2 * op.a.width, [&](int row) {
+        const float* const cosines = rope.cosines.data() + int64_t{row} * pairs;
+        const float* const sines = rope.sines.data() + int64_t{row} * pairs;
+        const RopeRow turn{cosines, sines, pairs, op.a.width / head_dim, head_dim, rope.interleaved};
+        kernels_.elementwise.rope(f32(op.a, row), turn, f32(op.out, row));
+    });
+}
+
+void Program::run_write_kv(const Op& op, const Step& step) {
+    each_row(step.num_rows(), 8 * op.a.width, [&](int row) {
+        const int32_t slot = step.slots[static_cast<size_t>(row)];
+        kernels_.attention.write({&cache_->shape(), cache_->layer(op.index), f32(op.a, row), f32(op.b, row), slot});
+    });
+}
+
+// Cuts each sequence's rows so that rows times the query heads of one KV head fill a task.
+void Program::cut_tiles(const Step& step, int group) {
+    tiles_.clear();
+    const int heads = std::min(group, kMaxTaskQueries);
+    const int rows = std::max(1, kMaxTaskQueries / heads);
+    for (size_t sequence = 0; sequence + 1 < step.seq_starts.size(); ++sequence) {
+        const int end = step.seq_starts[sequence + 1];
+        for (int row = step.seq_starts[sequence]; row < end; row += rows) {
+            for (int head = 0; head < group; head += heads) {
+                tiles_.push_back({row, std::min(rows, end - row), head, std::min(heads, group - head),
+                                  step.table_starts[sequence]});
+            }
+        }
+    }
+}
+
+void Program::run_attend(const Op& op, const Step& step) {
+    const KVShape& shape = cache_->shape();
+    const int group = op.a.width / (shape.num_kv_heads * shape.head_dim);
+    cut_tiles(step, group);
+    int64_t work = 0;
+    for (const Tile& tile : tiles_) {
+        const int64_t positions = step.positions[static_cast<size_t>(tile.row)] + tile.num_rows;
+        work += 2 * positions * tile.num_rows * tile.num_heads * shape.head_dim;
+    }
+    const int num_tasks = static_cast<int>(tiles_.size()) * shape.num_kv_heads;
+    const auto attend = [&](int index) {
+        const Tile& tile = tiles_[static_cast<size_t>(index / shape.num_kv_heads)];
+        const int kv_head = index % shape.num_kv_heads;
+        const int lane = (kv_head * group + tile.first_head) * shape.head_dim;
+        kernels_.attention.attend({
+            .shape = &shape,
+            .layer = cache_->layer(op.index),
+            .blocks = step.block_tables.data() + tile.table_start,
+            .kv_head = kv_head,
+            .group_size = tile.num_heads,
+            .num_rows = tile.num_rows,
+            .first_position = step.positions[static_cast<size_t>(tile.row)],
+            .queries = f32(op.a, tile.row) + lane,
+            .query_stride = stride(op.a),
+            .out = f32(op.out, tile.row) + lane,
+            .out_stride = stride(op.out),
+            .scale = 1.0F / std::sqrt(static_cast<float>(shape.head_dim)),
+        });
+    };
+    if (work * shape.num_kv_heads < 2 * kChunkWork) {
+        for (int index = 0; index < num_tasks; ++index) attend(index);
+    } else {
+        pool_->run(num_tasks, attend);  // a task a chunk: their costs differ by far
+    }
+}
+
+void Program::gather_logit_rows(const Op& op, const Step& step, int first, int count) {
+    each_row(count, 2 * op.a.width, [&](int i) {
+        const float* const x = f32(op.a, step.logit_rows[static_cast<size_t>(first + i)]);
+        if (op.vector >= 0) {
+            norm_row(x, op.a.width, op, head_in_, i);
+        } else {
+            fill_row(head_in_, i, [&](int lane, int lanes, float* to) { std::copy_n(x + lane, lanes, to); });
+        }
+    });
+}
+
+// In tiles of few rows, so that no buffer of all rows times the vocabulary is needed.
+void Program::run_logits(const Op& op, const Step& step, const StepResult& result) {
+    const int total = step.num_logit_rows();
+    for (int first = 0; first < total; first += kLogitTile) {
+        const int count = std::min(kLogitTile, total - first);
+        gather_logit_rows(op, step, first, count);
+        MatmulArgs args{};
+        args.weights = matrices_[static_cast<size_t>(op.matrix)]->view();
+        args.x = activations(head_in_);
+        args.num_rows = count;
+        args.out = f32(head_out_, 0);
+        args.out_stride = stride(head_out_);
+        multiply(args);
+        reduce(step, result, first, count);
+    }
+}
+
+void Program::reduce(const Step& step, const StepResult& result, int first, int count) {
+    const int chunks = std::min(pool_->threads(), count);  // each with a scratch row of its own
+    pool_->run(chunks, [&](int chunk) {
+        for (int i = chunk; i < count; i += chunks) {
+            const size_t at = static_cast<size_t>(first + i);
+            const float* const logits = f32(head_out_, i);
+            if (!result.logits.empty()) std::copy_n(logits, vocab_, result.logits.data() + at * static_cast<size_t>(vocab_));
+            const int32_t bias = step.bias_starts[at];
+            const int32_t seen = step.seen_starts[at];
+            const Adjustments adjustments{step.bias_ids.data() + bias,    step.bias_values.data() + bias,
+                                          step.bias_starts[at + 1] - bias, step.seen_ids.data() + seen,
+                                          step.seen_counts.data() + seen,  step.seen_starts[at + 1] - seen};
+            const SampleResult sampled =
+                reduce_logits(kernels_.sample, logits, vocab_, step.sample[at], adjustments, f32(scratch_, chunk));
+            result.tokens[at] = sampled.token;
+            result.logprobs[at] = sampled.logprob;
+            result.finite[at] = sampled.finite;
+            std::copy_n(sampled.top_ids, kMaxTop, result.top_ids.data() + at * kMaxTop);
+            std::copy_n(sampled.top_logprobs, kMaxTop, result.top_logprobs.data() + at * kMaxTop);
+        }
+    });
+}
+
+}  // namespace chairlift
