@@ -1,0 +1,213 @@
+"""From a model file's calls to the ops that the compiled core replays: records them, then fuses.
+
+Knows the op list and which weights can share a matrix; knows nothing of the core, of buffers, or of a step. A pass
+takes the nodes in running order and gives them back so:
+
+    record              linear q, k, v ... add          as the model file wrote it
+    stack_linears       q, k, v -> one product          same input, same layout
+    fold_residuals      add(x, linear(h)) -> product    the sum is formed as the product is written
+    fold_head_norm      norm, logits -> logits          only the rows that need logits are normed
+    round_inputs        norm, swiglu -> int8            what only integer products read is rounded where it is made
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from chairlift.errors import ModelError
+from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
+
+Kind = Literal["embed", "rms_norm", "linear", "rope", "attend", "swiglu", "add", "logits", "quantise"]
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """One activation, (rows, width); `int8` when it is held as rounded rows with a scale per 32 lanes."""
+
+    width: int
+    int8: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One op. A stacked linear has several weights and as many outputs, side by side in one buffer."""
+
+    kind: Kind
+    inputs: list[Value]
+    outputs: list[Value]
+    weights: list[RawTensor] = field(default_factory=list)
+    biases: list[RawTensor] = field(default_factory=list)
+    residual: Value | None = None
+    eps: float = 0.0
+    rope: RopeSpec | None = None
+    layer: int = -1
+
+    def reads(self) -> Iterator[Value]:
+        """Every value it needs."""
+        yield from self.inputs
+        if self.residual is not None:
+            yield self.residual
+
+
+@dataclass(frozen=True, slots=True)
+class WeightKinds:
+    """What the core says of a weight type: its layout's name, and whether that layout multiplies int8 activations."""
+
+    layout_of: Callable[[str], str]
+    takes_int8: Callable[[str], bool]
+
+
+class Recorder:
+    """The op list on symbols: each call appends a node."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self.nodes: list[Node] = []
+
+    def _add(self, kind: Kind, inputs: list[Value], width: int) -> Node:
+        node = Node(kind, inputs, [Value(width)])
+        self.nodes.append(node)
+        return node
+
+    def embed(self, table: RawTensor) -> Value:
+        """Rows of the table at the step's tokens."""
+        node = self._add("embed", [], table.shape[1])
+        node.weights = [table]
+        return node.outputs[0]
+
+    def rms_norm(self, x: Value, weight: RawTensor, eps: float) -> Value:
+        """Norm of each group of len(weight) lanes."""
+        node = self._add("rms_norm", [x], x.width)
+        node.weights, node.eps = [weight], eps
+        return node.outputs[0]
+
+    def linear(self, x: Value, weight: RawTensor, bias: RawTensor | None = None) -> Value:
+        """x @ weight.T + bias."""
+        rows, cols = weight.shape
+        if cols != x.width:
+            raise ModelError(f"tensor {weight.name!r} maps {cols} lanes; its input has {x.width}")
+        node = self._add("linear", [x], rows)
+        node.weights = [weight]
+        node.biases = [] if bias is None else [bias]
+        return node.outputs[0]
+
+    def rope(self, x: Value, rope: RopeSpec) -> Value:
+        """Rotates each head at the step's positions."""
+        node = self._add("rope", [x], x.width)
+        node.rope = rope
+        return node.outputs[0]
+
+    def attend(self, q: Value, k: Value, v: Value, layer: int) -> Value:
+        """Writes k and v into the cache, then attention over it."""
+        node = self._add("attend", [q, k, v], self._spec.num_heads * self._spec.value_dim)
+        node.layer = layer
+        return node.outputs[0]
+
+    def swiglu(self, gate: Value, up: Value) -> Value:
+        """silu(gate) * up."""
+        return self._add("swiglu", [gate, up], gate.width).outputs[0]
+
+    def add(self, a: Value, b: Value) -> Value:
+        """a + b."""
+        return self._add("add", [a, b], a.width).outputs[0]
+
+    def logits(self, x: Value, head: RawTensor) -> Value:
+        """linear(x, head) for the rows that need logits."""
+        node = self._add("logits", [x], head.shape[0])
+        node.weights = [head]
+        return node.outputs[0]
+
+
+def fuse(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
+    """All passes in their order."""
+    nodes = stack_linears(nodes, kinds)
+    nodes = fold_residuals(nodes)
+    nodes = fold_head_norm(nodes)
+    return round_inputs(nodes, kinds)
+
+
+def stack_linears(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
+    """Joins linears of one input whose weights share a layout (q, k, v; gate, up) into one product."""
+    stacked: list[Node] = []
+    open_stacks: dict[tuple[int, str, bool], Node] = {}
+    for node in nodes:
+        if node.kind == "linear":
+            key = (id(node.inputs[0]), kinds.layout_of(node.weights[0].type_name), bool(node.biases))
+            if key in open_stacks:
+                first = open_stacks[key]
+                first.weights += node.weights
+                first.biases += node.biases
+                first.outputs += node.outputs
+                continue
+            open_stacks[key] = node
+        stacked.append(node)
+    return stacked
+
+
+def count_uses(nodes: list[Node]) -> Counter[Value]:
+    """How often each value is read."""
+    return Counter(value for node in nodes for value in node.reads())
+
+
+def fold_residuals(nodes: list[Node]) -> list[Node]:
+    """Lets a product write the sum, where the add is its only reader and the other term exists before it."""
+    uses = count_uses(nodes)
+    made_at = {value: i for i, node in enumerate(nodes) for value in node.outputs}
+    linears = {node.outputs[0]: node for node in nodes if node.kind == "linear" and len(node.outputs) == 1}
+    folded: list[Node] = []
+    for node in nodes:
+        product = None
+        if node.kind == "add":
+            for term, other in (node.inputs, node.inputs[::-1]):
+                linear = linears.get(term)
+                if linear and uses[term] == 1 and linear.residual is None and made_at[other] < made_at[term]:
+                    product, product.residual, product.outputs = linear, other, node.outputs
+                    break
+        if product is None:
+            folded.append(node)
+    return folded
+
+
+def fold_head_norm(nodes: list[Node]) -> list[Node]:
+    """Lets the logits norm their own rows, where nothing else reads the last norm."""
+    head = nodes[-1]
+    uses = count_uses(nodes)
+    for node in nodes:
+        if node.kind == "rms_norm" and node.outputs[0] is head.inputs[0] and uses[node.outputs[0]] == 1:
+            head.weights.append(node.weights[0])
+            head.eps, head.inputs = node.eps, node.inputs
+            return [other for other in nodes if other is not node]
+    return nodes
+
+
+def can_round(node: Node) -> bool:
+    """Whether the op can write int8 rows itself: a SwiGLU, or a norm of whole rows."""
+    return node.kind == "swiglu" or (node.kind == "rms_norm" and node.weights[0].shape[0] == node.outputs[0].width)
+
+
+def round_inputs(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
+    """Gives integer products int8 inputs: a value is rounded once, by its maker when nothing else reads it."""
+
+    def is_integer(node: Node) -> bool:
+        return node.kind == "linear" and kinds.takes_int8(node.weights[0].type_name)
+
+    uses = count_uses(nodes)
+    integer_uses = Counter(node.inputs[0] for node in nodes if is_integer(node))
+    makers = {value: node for node in nodes for value in node.outputs}
+    rounded: dict[Value, Value] = {}
+    result: list[Node] = []
+    for node in nodes:
+        if is_integer(node):
+            x = node.inputs[0]
+            if can_round(makers[x]) and uses[x] == integer_uses[x]:
+                x.int8 = True
+            else:
+                if x not in rounded:
+                    rounded[x] = Value(x.width, int8=True)
+                    result.append(Node("quantise", [x], [rounded[x]]))
+                node.inputs = [rounded[x]]
+        result.append(node)
+    return result
