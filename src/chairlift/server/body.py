@@ -1,0 +1,62 @@
+"""A request's body: read within its limit, and parsed as JSON that holds nothing a program cannot send on."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.types import Receive, Scope
+
+from chairlift.server.problem import BodyTooLarge, ClientGone, InvalidJson, WrongContentType
+
+_JSON_TYPE = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
+_MAY_OVERFLOW = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header of that (lower case) name."""
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def check_content_type(scope: Scope) -> None:
+    """WrongContentType unless the body says it is JSON."""
+    if _JSON_TYPE.fullmatch(header(scope, b"content-type") or b"") is None:
+        raise WrongContentType
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """The whole body. BodyTooLarge from its declared length alone, or as soon as it grows beyond the limit."""
+    declared = header(scope, b"content-length") or b""
+    # isascii too: int() and isdigit() disagree beyond ASCII. More digits than 18 are too large in any case.
+    if declared.isdigit() and (len(declared.lstrip(b"0")) > 18 or int(declared) > limit_bytes):
+        raise BodyTooLarge(limit_bytes)
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit_bytes:
+            raise BodyTooLarge(limit_bytes)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def parse_json(body: bytes) -> Any:
+    """The value. InvalidJson for anything that is not JSON in UTF-8.
+
+    Also refused: NaN and infinities, numbers that overflow to one (1e999), lone surrogates, nesting beyond 200.
+    """
+    try:
+        value = from_json(body, allow_inf_nan=False)
+        # The parser turns 1e999 into an infinity; the second look is only worth its time when one is possible.
+        if _MAY_OVERFLOW.search(body):
+            json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        where = re.search(r"at line \d+ column \d+$", str(error))
+        reason = str(error) if where else "a number is too large"
+        raise InvalidJson(f"the body is not valid JSON: {reason}") from None
+    return value

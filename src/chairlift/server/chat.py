@@ -1,0 +1,97 @@
+"""Messages to prompt text: what a chat request may hold, made plain for a chat template.
+
+Templates are written for strings: text parts are joined, a null becomes "", the newer role name "developer" becomes
+"system" where a template does not know it. Whatever a template would drop without a word is refused instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from chairlift.errors import RequestError
+from chairlift.server.problem import UnsupportedParameter, clip
+from chairlift.server.schema import ChatRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"})
+
+
+class Template(Protocol):
+    """The part of a chat template that is used here."""
+
+    @property
+    def source(self) -> str:
+        """Its Jinja text."""
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt; RequestError with the template's own words when it refuses."""
+
+
+def render(request: ChatRequest, template: Template | None) -> str:
+    """The prompt text of a chat request. RequestError names the message and what is wrong with it."""
+    if template is None:
+        raise RequestError("this model has no chat template", param="messages", hint="use /v1/completions")
+    extra = request.chat_template_kwargs or {}
+    for name in extra:
+        if name in _RESERVED or not name.isidentifier():
+            raise RequestError(f"`chat_template_kwargs` may not set `{clip(name)}`", param="chat_template_kwargs")
+    messages = [_plain(message, f"messages[{i}]", template.source) for i, message in enumerate(request.messages)]
+    try:
+        return template.render(messages, add_generation_prompt=request.add_generation_prompt is not False, **extra)
+    except RequestError as error:
+        error.param = error.param or "messages"
+        raise
+
+
+def _plain(message: dict[str, Any], where: str, source: str) -> dict[str, Any]:
+    """One message as templates expect it."""
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"`{where}.role` must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    plain = {**message, "content": _text(message, where)}
+    if role == "developer" and "developer" not in source:
+        plain["role"] = "system"
+    for field in ("tool_calls", "function_call"):
+        if not plain.get(field):
+            plain.pop(field, None)
+        elif field not in source:
+            raise UnsupportedParameter(f"{where}.{field}", "null: this model's chat template does not know it")
+    for field in ("audio", "refusal"):
+        if plain.pop(field, None) is not None:
+            raise UnsupportedParameter(f"{where}.{field}", "null")
+    return plain
+
+
+def _text(message: dict[str, Any], where: str) -> str:
+    """The content as one string; the parts of a list are joined by line ends."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if (
+        content is None
+        and message["role"] == "assistant"
+        and (message.get("tool_calls") or message.get("function_call"))
+    ):
+        return ""
+    param = f"{where}.content"
+    if not isinstance(content, list) or not content:
+        raise RequestError(f"`{param}` must be a string or a list of text parts", param=param)
+    return "\n".join(_part(part, f"{param}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise RequestError(f"`{where}` must be an object with a `type`", param=where)
+    if part["type"] != "text":
+        kind = clip(part["type"])
+        raise RequestError(f"`{where}` is of type {kind!r}; this server supports text parts only", param=where)
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"`{where}.text` must be a string", param=f"{where}.text")
+    return str(part["text"])

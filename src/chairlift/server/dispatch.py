@@ -1,0 +1,131 @@
+"""The hop from the engine thread to asyncio: once a step for everybody, then to the one who waits for it.
+
+    engine thread   deliver(outputs)  --append-->  inbox   -- call_soon_threadsafe, unless one is on its way -->
+    event loop      _spread()         --push-->    Listener of each HTTP request  -- Event -->  its coroutine
+
+Nothing here grows with a slow reader: what has not been taken is merged, so that a Listener holds at most one Delta for
+each choice, and a Delta at most the one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from chairlift.engine.request import FinishReason, Output, Request, TokenLogprob
+from chairlift.errors import ChairliftError
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new for one choice since it was last taken."""
+
+    index: int
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_tokens: int = 0  # of the whole output so far
+    finish_reason: FinishReason | None = None
+    error: ChairliftError | None = None
+
+    def add(self, output: Output | Delta) -> None:
+        """Adds what came later."""
+        self.text += output.text
+        self.logprobs.extend(output.logprobs)
+        self.num_tokens = output.num_tokens
+        self.finish_reason = output.finish_reason
+        self.error = output.error
+
+
+class Listener:
+    """Waits for the outputs of one HTTP request's choices. Lives on the event loop."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = tuple(requests)
+        self._open = set(range(len(requests)))
+        self._news: dict[int, Delta] = {}
+        self._event = asyncio.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every choice has ended and was taken."""
+        return not self._open and not self._news
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """Those the engine still works for."""
+        return [self.requests[i] for i in sorted(self._open)]
+
+    def push(self, index: int, output: Output) -> None:
+        """Merges one output into what waits to be taken."""
+        if index not in self._open:
+            return
+        self._news.setdefault(index, Delta(index)).add(output)
+        if output.finish_reason is not None:
+            self._open.discard(index)
+        self._event.set()
+
+    async def take(self) -> list[Delta]:
+        """Everything new, by choice; waits until there is something."""
+        await self._event.wait()
+        self._event.clear()
+        news, self._news = self._news, {}
+        return [news[i] for i in sorted(news)]
+
+
+class Dispatch:
+    """Knows who waits for which request."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._inbox: list[Output] = []  # guarded by the lock; everything else belongs to the event loop
+        self._waiting: dict[Request, tuple[Listener, int]] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Choices that somebody waits for."""
+        return len(self._waiting)
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Names the loop that listeners live on."""
+        self._loop = loop
+
+    def deliver(self, outputs: list[Output]) -> None:
+        """Takes one step's outputs, on the engine thread."""
+        with self._lock:
+            is_first = not self._inbox
+            self._inbox.extend(outputs)
+        if is_first and self._loop is not None:
+            # A closed loop means that the process is on its way out and nobody listens.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._spread)
+
+    @contextlib.contextmanager
+    def listen(self, requests: Sequence[Request]) -> Iterator[Listener]:
+        """A listener that hears of these requests for as long as the block lasts."""
+        listener = Listener(requests)
+        self._waiting.update((request, (listener, i)) for i, request in enumerate(requests))
+        try:
+            yield listener
+        finally:
+            for request in requests:
+                del self._waiting[request]
+
+    def fail_all(self, error: ChairliftError) -> None:
+        """Ends every wait with an error; the engine's requests are the caller's matter."""
+        self._push(Output(request, "", 0, (), FinishReason.ERROR, error) for request in self._waiting)
+
+    def _spread(self) -> None:
+        with self._lock:
+            outputs, self._inbox = self._inbox, []
+        self._push(outputs)
+
+    def _push(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            waiting = self._waiting.get(output.request)
+            if waiting is not None:
+                listener, index = waiting
+                listener.push(index, output)

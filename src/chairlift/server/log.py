@@ -1,0 +1,146 @@
+"""The server's log: one line per finished request, one per ten seconds of work. Nothing of a prompt is ever in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import queue
+import sys
+import time
+from typing import Any
+
+from chairlift.engine.engine import EngineSnapshot
+from chairlift.engine.observer import Observer, StepStats
+from chairlift.engine.request import FinishReason, Request
+
+log = logging.getLogger(__name__)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; a record's `fields` stay fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up(*, as_json: bool) -> logging.handlers.QueueListener:
+    """Sends the process's log to standard error from a thread of its own, so that a full pipe stops neither the event
+    loop nor the engine. The caller stops the listener at the end.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    text = "%(asctime)s.%(msecs)03d %(levelname)s %(message)s"
+    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(text, "%Y-%m-%d %H:%M:%S"))
+    lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    root = logging.getLogger()
+    root.handlers = [_KeepingHandler(lines)]
+    root.setLevel(logging.INFO)
+    for name in ("uvicorn", "uvicorn.error"):
+        # Its own start and stop lines say what ours say already.
+        logging.getLogger(name).setLevel(logging.WARNING)
+    listener = logging.handlers.QueueListener(lines, handler)
+    listener.start()
+    return listener
+
+
+class _KeepingHandler(logging.handlers.QueueHandler):
+    """Leaves formatting to the thread that writes; no process boundary is crossed."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return record
+
+
+def write(event: str, fields: dict[str, Any]) -> None:
+    """One line of named figures."""
+    text = " ".join(f"{name}={_show(value)}" for name, value in fields.items())
+    log.info("%s %s", event, text, extra={"fields": {"event": event, **fields}})
+
+
+def _show(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+class RequestLog(Observer):
+    """Writes the line of each finished request."""
+
+    def finished(self, request: Request) -> None:
+        """It ended, however it ended."""
+        timing = request.timing
+        # Of a request that ended early some stamps are missing; its figures run to the end it had.
+        scheduled_s = timing.scheduled_s or timing.finished_s
+        first_s = timing.first_token_s or timing.finished_s
+        end = str(request.finish_reason)
+        fields: dict[str, Any] = {
+            "id": request.id,
+            "key": request.key_name or "-",
+            "stream": request.stream,
+            "prompt_tokens": request.num_prompt,
+            "cached_tokens": request.num_cached or 0,
+            "output_tokens": len(request.output),
+            "queue_s": scheduled_s - timing.arrival_s,
+            "prefill_s": first_s - scheduled_s,
+            "ttft_s": first_s - timing.arrival_s,
+            "e2e_s": timing.finished_s - timing.arrival_s,
+            "preemptions": request.num_preemptions,
+            "end": end if request.finish_reason is not FinishReason.CANCELLED else f"{end} {phase(request)}",
+        }
+        if request.error is not None:
+            fields["error"] = request.error.code
+        write("request", fields)
+
+
+def phase(request: Request) -> str:
+    """How far a request came: queued, prefill or decode."""
+    if not request.timing.scheduled_s:
+        return "queued"
+    return "decode" if request.timing.first_token_s else "prefill"
+
+
+class Summary(Observer):
+    """Adds up what the engine did since the last line. The engine thread adds, the event loop reads."""
+
+    def __init__(self) -> None:
+        self._total = [0, 0, 0, 0, 0]  # steps, prompt tokens, output tokens, queried and hit prompt tokens
+        self._told = [0, 0, 0, 0, 0]
+
+    def step_done(self, stats: StepStats) -> None:
+        """A step was committed."""
+        self._total[0] += 1
+        self._total[1] += stats.num_prompt_tokens
+        self._total[2] += stats.num_generated
+
+    def admitted(self, request: Request) -> None:
+        """Its hits are known."""
+        self._total[3] += request.num_prompt
+        self._total[4] += request.num_cached or 0
+
+    def write(self, snapshot: EngineSnapshot, seconds: float) -> None:
+        """The line for the last `seconds`; none when no step was done in them."""
+        now = list(self._total)
+        steps, prompt, output, queried, hit = (a - b for a, b in zip(now, self._told, strict=True))
+        self._told = now
+        if steps == 0:
+            return
+        write(
+            "work",
+            {
+                "running": snapshot.num_running,
+                "waiting": snapshot.num_waiting,
+                "kv_percent": round(100 * snapshot.num_used_blocks / snapshot.num_blocks),
+                "steps": steps,
+                "in_tok_s": round(prompt / seconds, 1),
+                "out_tok_s": round(output / seconds, 1),
+                "hit_percent": round(100 * hit / queried) if queried else 0,
+                "preemptions": snapshot.num_preemptions,
+            },
+        )

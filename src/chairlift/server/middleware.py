@@ -1,0 +1,143 @@
+"""What surrounds every request: its id, the error it may end in, and the key it must bring.
+
+Plain ASGI, since Starlette's BaseHTTPMiddleware would hide a client's disconnect from the endpoint.
+
+    RequestId ─> CORS ─> Errors ─> Auth ─> routes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chairlift.errors import ChairliftError, Unauthorized
+from chairlift.server.body import header
+from chairlift.server.problem import ClientGone, error_response
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/metrics", "/version", "/openapi.json"})
+"""Need no key: probes and scrapers have none, and nothing of a user is told there."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who asks: set here, read by the endpoints."""
+
+    request_id: str
+    is_own_id: bool  # made here, so that no other request has it
+    key_name: str = ""
+
+
+def caller(scope: Scope) -> Caller:
+    """The caller of a request."""
+    found: Caller = scope["caller"]
+    return found
+
+
+class RequestId:
+    """Gives each request an id, the client's own where it sent a sound one, and says it in the response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = (header(scope, b"x-request-id") or b"").decode("latin-1")
+        is_sound = _REQUEST_ID.fullmatch(given) is not None
+        request_id = given if is_sound else uuid.uuid4().hex
+        scope["caller"] = Caller(request_id, is_own_id=not is_sound)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Errors:
+    """Answers whatever was raised, in one shape. `on_refused` gets the code of each."""
+
+    def __init__(self, app: ASGIApp, on_refused: Callable[[str], None]) -> None:
+        self._app = app
+        self._on_refused = on_refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_started = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting)
+        except ClientGone:
+            return
+        except Exception as error:
+            if not isinstance(error, ChairliftError):
+                log.exception("request %s failed", caller(scope).request_id)
+            if has_started:
+                return
+            self._on_refused(error.code if isinstance(error, ChairliftError) else ChairliftError.code)
+            await error_response(error)(scope, receive, send)
+
+
+class Keys:
+    """The API keys, as digests only; by default each is called by its place, which is all that the log ever says."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._names = {_digest(key.encode()): f"key{i}" for i, key in enumerate(keys, start=1)}
+
+    def name_of(self, key: bytes) -> str | None:
+        """The name of a key; None for one that is not ours. Takes the same time whichever it is."""
+        digest, found = _digest(key), None
+        for known, name in self._names.items():
+            if hmac.compare_digest(known, digest):
+                found = name
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Auth:
+    """Lets in who brings a key, as `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request, or raises Unauthorized."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            caller(scope).key_name = self._check(scope)
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> str:
+        scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
+        name = self._keys.name_of(key.strip()) if scheme.lower() == b"bearer" else None
+        if name is None:
+            raise Unauthorized(
+                "this server needs an API key",
+                hint="send it as `Authorization: Bearer KEY`; this one is missing or wrong",
+            )
+        return name

@@ -1,0 +1,230 @@
+"""A body to a Job: everything that can be refused is refused here, while a status code can still be sent.
+
+Runs in a worker thread: rendering and tokenising a long prompt may take a while, and the event loop serves others.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any
+
+from chairlift.boot import Loaded
+from chairlift.config import Config
+from chairlift.engine.request import Request, SamplingParams
+from chairlift.errors import ContextLengthExceeded, ModelNotFound, RequestError
+from chairlift.models.tokenizer import Tokenizer
+from chairlift.server.body import parse_json
+from chairlift.server.chat import render
+from chairlift.server.problem import clip
+from chairlift.server.schema import AnyRequest, ChatRequest, CompletionRequest, parse, refuse, stop_strings
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is 0: dividing logits by less would leave the range of float32."""
+
+_SHRINK = 4
+"""Unicode normalisation may compose characters: no more than three UTF-8 bytes become one, with one to spare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One HTTP request, ready for the engine: `len(prompts) * n` choices, prompt by prompt."""
+
+    body: AnyRequest
+    id: str
+    model: str  # as the client called it
+    prompts: tuple[tuple[int, ...], ...]
+    echoes: tuple[str, ...]  # the text of each prompt when it is echoed, else empty
+    params: SamplingParams
+    warnings: tuple[str, ...]
+
+    @property
+    def n(self) -> int:
+        """Choices per prompt."""
+        return self.body.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+
+@dataclass(frozen=True, slots=True)
+class Preparer:
+    """Turns bodies into jobs for one model; holds no state, so any number of threads may use it."""
+
+    loaded: Loaded
+    config: Config
+    max_token_bytes: int
+
+    @classmethod
+    def of(cls, loaded: Loaded, config: Config) -> Preparer:
+        """For one loaded model."""
+        return cls(loaded, config, max(map(len, loaded.tokenizer.vocab_bytes)))
+
+    def chat(self, body: bytes, id: str) -> Job:
+        """From the body of /v1/chat/completions. Raises RequestError."""
+        request, warnings = parse(ChatRequest, parse_json(body), strict=self.config.strict)
+        model = self._model_name(request)
+        text = render(request, self.loaded.template)
+        prompt = self._encode(text, add_bos=True, param="messages")
+        return self._job(request, f"chatcmpl-{id}", model, [prompt], warnings)
+
+    def completion(self, body: bytes, id: str) -> Job:
+        """From the body of /v1/completions. Raises RequestError."""
+        request, warnings = parse(CompletionRequest, parse_json(body), strict=self.config.strict)
+        model = self._model_name(request)
+        self._check_count(request, len(_several(request.prompt)))
+        add_bos = request.add_special_tokens is not False
+        prompts = [
+            self._encode(prompt, add_bos=add_bos, param="prompt") if isinstance(prompt, str) else self._ids(prompt)
+            for prompt in _several(request.prompt)
+        ]
+        return self._job(request, f"cmpl-{id}", model, prompts, warnings)
+
+    def requests(self, job: Job, *, key_name: str) -> list[Request]:
+        """The engine's requests, choice by choice; the part of an id before "#" is its prompt's."""
+        made = []
+        for i, prompt in enumerate(job.prompts):
+            group = job.id if len(job.prompts) == 1 else f"{job.id}-{i}"
+            for choice in range(job.n):
+                params = _with_choice(job.params, choice, room=self.loaded.plan.max_model_len - len(prompt))
+                made.append(
+                    self.loaded.request(
+                        f"{group}#{choice}",
+                        prompt,
+                        params,
+                        stream=bool(job.body.stream),
+                        salt=job.body.cache_salt or "",
+                        key_name=key_name,
+                    )
+                )
+        return made
+
+    def _job(self, body: AnyRequest, id: str, model: str, prompts: list[list[int]], warnings: list[str]) -> Job:
+        self._check_count(body, len(prompts))
+        param = "messages" if isinstance(body, ChatRequest) else "prompt"
+        for prompt in prompts:
+            self._check_length(body, len(prompt), param)
+        echoes: tuple[str, ...] = ()
+        if isinstance(body, CompletionRequest) and body.echo:
+            given = _several(body.prompt)
+            echoes = tuple(p if isinstance(p, str) else self.loaded.tokenizer.decode(p) for p in given)
+        params = _sampling(body, self.loaded.tokenizer, self.config)
+        return Job(body, id, model, tuple(map(tuple, prompts)), echoes, params, tuple(warnings))
+
+    def _model_name(self, body: AnyRequest) -> str:
+        if body.model is None:
+            return self.loaded.names[0]
+        if body.model not in self.loaded.names:
+            raise ModelNotFound(clip(body.model), self.loaded.names)
+        return body.model
+
+    def _check_count(self, body: AnyRequest, num_prompts: int) -> None:
+        slots, queue = self.loaded.plan.max_num_seqs, self.loaded.plan.max_queue
+        n = body.n or 1
+        if n > slots:
+            raise RequestError(f"`n` must be at most {slots}, the slots of this server", param="n")
+        if n * num_prompts > slots + queue:
+            raise RequestError(
+                f"{num_prompts} prompts with {n} choices each are more than this server can ever hold"
+                f" ({slots} slots and {queue} waiting)",
+                param="prompt",
+            )
+
+    def _check_length(self, body: AnyRequest, num_tokens: int, param: str) -> None:
+        limit = self.loaded.plan.max_model_len
+        if num_tokens == 0:
+            raise RequestError(f"`{param}` holds no token", param=param)
+        if num_tokens >= limit:
+            raise _too_long(num_tokens, limit, param)
+        if self.config.strict and (body.wanted_tokens or 0) > limit - num_tokens:
+            raise RequestError(
+                f"`max_tokens` must be at most {limit - num_tokens}: the prompt has {num_tokens} of {limit} tokens",
+                param="max_tokens",
+            )
+
+    def _encode(self, text: str, *, add_bos: bool, param: str) -> list[int]:
+        tokenizer, limit = self.loaded.tokenizer, self.loaded.plan.max_model_len
+        least = len(text) // (self.max_token_bytes * _SHRINK)
+        if least >= limit:
+            error = _too_long(least, limit, param)
+            error.message = error.message.replace("has", "has at least", 1)
+            raise error
+        return tokenizer.encode(text, add_bos=add_bos and tokenizer.add_bos, parse_special=True)
+
+    def _ids(self, ids: list[int]) -> list[int]:
+        vocab_size = self.loaded.tokenizer.vocab_size
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise RequestError(f"`prompt` holds a token id outside 0 to {vocab_size - 1}", param="prompt")
+        return ids
+
+
+def _several(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
+    """The prompts of a request, whichever of the four ways it was written."""
+    return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
+
+
+def _too_long(num_tokens: int, limit: int, param: str) -> ContextLengthExceeded:
+    error = ContextLengthExceeded(num_tokens, limit)
+    error.param = param
+    return error
+
+
+def _with_choice(params: SamplingParams, choice: int, *, room: int) -> SamplingParams:
+    """The parameters of one choice: never more tokens than there is room for."""
+    wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+    return replace(params, choice=choice, max_tokens=wanted, min_tokens=min(params.min_tokens, wanted))
+
+
+def _sampling(body: AnyRequest, tokenizer: Tokenizer, config: Config) -> SamplingParams:
+    temperature = 1.0 if body.temperature is None else body.temperature
+    echo = isinstance(body, CompletionRequest) and body.echo
+    return SamplingParams(
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        top_k=max(0, body.top_k or 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_bias(body, tokenizer.vocab_size),
+        seed=_seed(body, config),
+        max_tokens=body.wanted_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop=stop_strings(body),
+        stop_token_ids=_stop_ids(body, tokenizer.vocab_size),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=body.num_logprobs,
+        prompt_logprobs=_most(body.prompt_logprobs, body.num_logprobs if echo else None),
+    )
+
+
+def _most(a: int | None, b: int | None) -> int | None:
+    return max((n for n in (a, b) if n is not None), default=None)
+
+
+def _seed(body: AnyRequest, config: Config) -> int:
+    """The request's, else the server's, else a fresh one; as unsigned 64 bits."""
+    seed = config.seed if body.seed is None else body.seed
+    return secrets.randbits(64) if seed is None else seed % 2**64
+
+
+def _bias(body: AnyRequest, vocab_size: int) -> dict[int, float]:
+    bias = {}
+    for key, value in (body.logit_bias or {}).items():
+        # isdigit alone takes digits of other scripts; ten of them are enough for any vocabulary.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
+            raise RequestError(
+                f"`logit_bias` must be keyed by token ids from 0 to {vocab_size - 1}, as strings", param="logit_bias"
+            )
+        bias[int(key)] = value
+    return bias
+
+
+def _stop_ids(body: AnyRequest, vocab_size: int) -> frozenset[int]:
+    ids = frozenset(body.stop_token_ids or ())
+    if not all(0 <= token < vocab_size for token in ids):
+        raise refuse(body, "stop_token_ids")
+    return ids

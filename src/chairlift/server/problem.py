@@ -1,0 +1,166 @@
+"""Errors as HTTP says them: the ones that only a protocol can have, and the one body that every error is sent in.
+
+    {"error": {"message": str, "type": str, "param": str | null, "code": str, ...}}        OpenAI's shape
+
+`type` is invalid_request_error below 500 and server_error from 500 on; `code` is the class's. A body always serialises,
+never holds the client's input at length and never an exception that is not ours.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.responses import Response
+
+from chairlift.errors import (
+    ChairliftError,
+    ContextLengthExceeded,
+    EngineError,
+    QueueFull,
+    RequestError,
+    Unauthorized,
+    Unavailable,
+)
+
+MAX_MESSAGE_CHARS = 1000
+MAX_NAME_CHARS = 100
+
+
+class InvalidJson(RequestError):
+    """A body that is not JSON."""
+
+    code = "invalid_json"
+
+
+class UnsupportedParameter(RequestError):
+    """A field this server knows, with a value that it would have to ignore."""
+
+    code = "unsupported_parameter"
+
+    def __init__(self, name: str, accepted: str) -> None:
+        super().__init__(f"`{name}` is not supported by this server; it may only be {accepted}", param=name)
+
+
+class UnknownParameter(RequestError):
+    """A field this server does not know; only with --strict."""
+
+    code = "unknown_parameter"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"unknown field `{clip(name)}`", param=clip(name))
+
+
+class BodyTooLarge(RequestError):
+    """413: the body exceeds the limit."""
+
+    code = "request_too_large"
+    http_status = 413
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the body exceeds {limit_bytes} bytes", hint="see --body-limit-bytes")
+
+
+class WrongContentType(RequestError):
+    """415: a body that does not say it is JSON.
+
+    A web page can send other types to any address without asking, so that this check also keeps foreign pages out.
+    """
+
+    code = "unsupported_media_type"
+    http_status = 415
+
+    def __init__(self) -> None:
+        super().__init__("the body must be JSON, sent with `Content-Type: application/json`")
+
+
+class NoSuchPath(RequestError):
+    """404: nothing is served under this path."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class WrongMethod(RequestError):
+    """405: the path is served, but not with this method."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class Loading(Unavailable):
+    """503: the model is not ready yet."""
+
+    code = "loading"
+
+    def __init__(self) -> None:
+        super().__init__("the model is still loading", hint="/health tells when it is ready")
+
+
+class Interrupted(Unavailable):
+    """The server ended a request that it had begun: the time for draining was over."""
+
+    code = "interrupted"
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+def clip(text: str, limit: int = MAX_NAME_CHARS) -> str:
+    """The text on one line, at most `limit` characters, safe to encode."""
+    short = text if len(text) <= limit else text[: limit - 3] + "..."
+    return "".join(c if c.isprintable() else " " for c in short.encode("utf-8", "replace").decode())
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """The body for any exception; what is not ours is only called an internal error."""
+    known = error if isinstance(error, ChairliftError) else EngineError("internal error; the server's log has more")
+    is_ours = known.http_status >= 500
+    detail: dict[str, Any] = {
+        "message": clip(str(known), MAX_MESSAGE_CHARS),
+        "type": "server_error" if is_ours else "invalid_request_error",
+        "param": known.param if isinstance(known, RequestError) else None,
+        "code": known.code,
+    }
+    if isinstance(known, ContextLengthExceeded):
+        detail |= {"num_prompt_tokens": known.num_prompt_tokens, "limit": known.limit}
+    if isinstance(known, QueueFull):
+        detail |= {"num_waiting": known.num_waiting, "num_running": known.num_running}
+    if isinstance(known, Unavailable):
+        detail |= {"retry_after_s": known.retry_after_s}
+    return {"error": detail}
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status of any exception."""
+    return error.http_status if isinstance(error, ChairliftError) else 500
+
+
+def headers_of(error: Exception) -> dict[str, str]:
+    """What an error says beside its body."""
+    if isinstance(error, Unavailable):
+        return {"retry-after": str(error.retry_after_s)}
+    if isinstance(error, Unauthorized):
+        return {"www-authenticate": "Bearer"}
+    return {}
+
+
+def encode(value: object) -> bytes:
+    """JSON in ASCII without spaces; a NaN is a bug and raises."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+class JsonResponse(Response):
+    """One whole JSON response."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body's bytes."""
+        return encode(content)
+
+
+def error_response(error: Exception) -> JsonResponse:
+    """One error as a whole response."""
+    return JsonResponse(error_body(error), status_of(error), headers_of(error))

@@ -1,0 +1,320 @@
+"""The two request bodies: one table of fields, each with its type, its limits and what becomes of it.
+
+A field is one of three things, and the models below are where it is said:
+
+    honoured       it does what OpenAI's (or vLLM's) documentation says, within the limits written beside it
+    neutral only   known, not supported: a value that changes nothing passes, any other is a 400 that names the field
+    no effect      a label for the caller's own use, which no answer could depend on
+
+Anything else is unknown: named in the response's `warnings`, or refused with --strict. The limits are one phrase each,
+which makes the docs' table, the OpenAPI description and the error message ("`temperature` must be ..."). Knows neither
+the model nor the engine: what depends on them (token ids, slots) is checked in prepare.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from chairlift.engine.request import MAX_LOGPROBS
+from chairlift.errors import RequestError
+from chairlift.server.problem import UnknownParameter, UnsupportedParameter, clip
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1000
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_UNKNOWN_NAMED = 32
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for /v1/completions; a chat answer has none but the room left."""
+
+# One error is enough: a million token ids that are no strings must not become a million errors.
+Strings = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+Handling = Literal["honoured", "neutral only", "no effect"]
+
+
+def honoured(limits: str, default: Any = None, **constraints: Any) -> Any:
+    """A field that does what it says. `limits` completes the sentence "must be ..."."""
+    return Field(default, description=limits, json_schema_extra={"x-handling": "honoured"}, **constraints)
+
+
+def neutral(*values: Any) -> Any:
+    """A field that may only hold one of these values (or null), since any other would have to be ignored."""
+    accepted = [None, *values]
+    return Field(
+        None, description=_listed(accepted), json_schema_extra={"x-handling": "neutral only", "enum": accepted}
+    )
+
+
+def no_effect() -> Any:
+    """A field that may hold anything, since no answer could depend on it."""
+    return Field(None, description="anything", json_schema_extra={"x-handling": "no effect"})
+
+
+def _listed(values: list[Any]) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    shown = [
+        words[v] if v is None or isinstance(v, bool) else str(v).replace("'", '"') if v != "" else '""' for v in values
+    ]
+    return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " or " + shown[-1]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    """How a stream is sent."""
+
+    include_usage: bool | None = honoured("true or false: a last chunk with the token counts")
+    include_obfuscation: Any = neutral(False)
+    continuous_usage_stats: Any = neutral(False)
+
+
+class _Common(_Body):
+    """What the two endpoints share."""
+
+    model: str | None = honoured("the name of a served model, a string; without it the server's first")
+    stream: bool | None = honoured("true or false", False)
+    stream_options: StreamOptions | None = honoured("an object with `include_usage`, together with `stream: true`")
+    n: int | None = honoured("a whole number from 1 to the server's slots", 1, ge=1)
+    stop: str | Strings | None = honoured(
+        f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"
+    )
+    seed: int | None = honoured("a whole number that fits 64 bits", ge=-(2**63), lt=2**64)
+    temperature: float | None = honoured(
+        "a number from 0 to 2; below 0.00001 counts as 0, which takes the likeliest", ge=0, le=2
+    )
+    top_p: float | None = honoured("a number from 0 to 1", ge=0, le=1)
+    presence_penalty: float | None = honoured("a number from -2 to 2", ge=-2, le=2)
+    frequency_penalty: float | None = honoured("a number from -2 to 2", ge=-2, le=2)
+    logit_bias: dict[str, float] | None = honoured(
+        f"an object of at most {MAX_LOGIT_BIAS} token ids (as strings), each with a number from -100 to 100"
+    )
+    user: Any = no_effect()
+    metadata: Any = no_effect()
+    safety_identifier: Any = no_effect()
+    prompt_cache_key: Any = no_effect()
+    request_id: Any = no_effect()
+    service_tier: Any = neutral("auto", "default")
+    # vLLM's extensions
+    top_k: int | None = honoured("a whole number from 1; 0 or -1 is off", ge=-1, lt=2**31)
+    min_p: float | None = honoured("a number from 0 to 1", ge=0, le=1)
+    repetition_penalty: float | None = honoured("a number from 0.01 to 100; 1 is off", ge=0.01, le=100)
+    ignore_eos: bool | None = honoured("true or false")
+    min_tokens: int | None = honoured("a whole number from 0 to `max_tokens`", ge=0, lt=2**31)
+    stop_token_ids: TokenIds | None = honoured(f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
+    prompt_logprobs: int | None = honoured(
+        f"a whole number from 0 to {MAX_LOGPROBS}, without `stream`", ge=0, le=MAX_LOGPROBS
+    )
+    cache_salt: str | None = honoured("a string of 1 to 256 characters", min_length=1, max_length=256)
+    priority: Any = neutral(0)
+    use_beam_search: Any = neutral(False)
+    length_penalty: Any = neutral(1)
+    early_stopping: Any = neutral(False)
+    skip_special_tokens: Any = neutral(True)
+    spaces_between_special_tokens: Any = neutral(True)
+    include_stop_str_in_output: Any = neutral(False)
+    truncate_prompt_tokens: Any = neutral()
+    allowed_token_ids: Any = neutral()
+    bad_words: Any = neutral([])
+    logits_processors: Any = neutral([])
+    guided_json: Any = neutral()
+    guided_regex: Any = neutral()
+    guided_choice: Any = neutral()
+    guided_grammar: Any = neutral()
+    structured_outputs: Any = neutral()
+    return_tokens_as_token_ids: Any = neutral(False)
+    return_token_ids: Any = neutral(False)
+    kv_transfer_params: Any = neutral()
+    vllm_xargs: Any = neutral({})
+    response_format: Any = neutral({"type": "text"})
+
+
+class ChatRequest(_Common):
+    """POST /v1/chat/completions."""
+
+    messages: Messages = honoured("a list of at least one message object", ..., min_length=1)
+    max_tokens: int | None = honoured("a whole number from 1; more than there is room for means all the room", ge=1)
+    max_completion_tokens: int | None = honoured("as `max_tokens`, whose newer name it is; the smaller counts", ge=1)
+    logprobs: bool | None = honoured("true or false")
+    top_logprobs: int | None = honoured(
+        f"a whole number from 0 to {MAX_LOGPROBS}, together with `logprobs: true`", ge=0, le=MAX_LOGPROBS
+    )
+    add_generation_prompt: bool | None = honoured("true or false", True)
+    chat_template_kwargs: dict[str, Any] | None = honoured("an object of further variables for the chat template")
+    store: Any = neutral(False)
+    tools: Any = neutral([])
+    tool_choice: Any = neutral("none", "auto")
+    parallel_tool_calls: Any = neutral(True, False)
+    functions: Any = neutral([])
+    function_call: Any = neutral("none", "auto")
+    modalities: Any = neutral(["text"])
+    audio: Any = neutral()
+    prediction: Any = neutral()
+    reasoning_effort: Any = neutral("none")
+    verbosity: Any = neutral("medium")
+    web_search_options: Any = neutral()
+    prompt_cache_retention: Any = neutral("in_memory", "in-memory")
+    chat_template: Any = neutral()
+    continue_final_message: Any = neutral(False)
+    add_special_tokens: Any = neutral(False)
+    echo: Any = neutral(False)
+    documents: Any = neutral([])
+    include_reasoning: Any = neutral(True, False)
+    mm_processor_kwargs: Any = neutral({})
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The smaller of the two names of one limit."""
+        return min((n for n in (self.max_tokens, self.max_completion_tokens) if n is not None), default=None)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per output token; None without logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(_Common):
+    """POST /v1/completions."""
+
+    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = honoured(
+        "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty", ...
+    )
+    max_tokens: int | None = honoured(
+        f"a whole number from 1, or 0 with `echo`; without it {DEFAULT_COMPLETION_TOKENS}",
+        DEFAULT_COMPLETION_TOKENS,
+        ge=0,
+    )
+    logprobs: int | None = honoured(f"a whole number from 0 to {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = honoured("true or false", False)
+    add_special_tokens: bool | None = honoured("true or false: whether text gets the model's first token", True)
+    best_of: Any = neutral(1)
+    suffix: Any = neutral("")
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """`max_tokens`, under the name that both requests share."""
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per output token; None without logprobs."""
+        return self.logprobs
+
+
+B = TypeVar("B", bound=_Body)
+AnyRequest = ChatRequest | CompletionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRow:
+    """One line of the docs' table."""
+
+    name: str
+    limits: str
+    handling: Handling
+    default: Any
+
+
+def field_table(model: type[BaseModel]) -> list[FieldRow]:
+    """Every field of a body, in order."""
+    rows = []
+    for name, info in model.model_fields.items():
+        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        handling: Any = extra["x-handling"]
+        rows.append(FieldRow(name, info.description or "", handling, None if info.is_required() else info.default))
+    return rows
+
+
+def parse(model: type[B], data: object, *, strict: bool) -> tuple[B, list[str]]:
+    """The request and the warnings about it. RequestError names the field and its limits, never the value."""
+    if not isinstance(data, dict):
+        raise RequestError("the body must be a JSON object")
+    unknown = _check_neutral(model, data, "")
+    options = data.get("stream_options")
+    if isinstance(options, dict):
+        unknown += _check_neutral(StreamOptions, options, "stream_options.")
+    if unknown and strict:
+        raise UnknownParameter(unknown[0])
+    try:
+        request = model.model_validate(data)
+    except ValidationError as error:
+        raise _explain(model, error) from None
+    if isinstance(request, ChatRequest | CompletionRequest):
+        _check_together(request)
+    return request, [f"unknown field `{clip(name)}` was ignored" for name in unknown[:MAX_UNKNOWN_NAMED]]
+
+
+def _check_neutral(model: type[BaseModel], data: dict[str, Any], prefix: str) -> list[str]:
+    """Refuses what would have to be ignored; gives back the names that nobody knows."""
+    unknown = []
+    for name, value in data.items():
+        info = model.model_fields.get(name)
+        if info is None:
+            unknown.append(prefix + name)
+        elif isinstance(info.json_schema_extra, dict) and "enum" in info.json_schema_extra:
+            accepted: Any = info.json_schema_extra["enum"]
+            if not any(_same(value, neutral_value) for neutral_value in accepted):
+                raise UnsupportedParameter(prefix + name, info.description or "")
+    return unknown
+
+
+def _same(value: Any, neutral_value: Any) -> bool:
+    """Equality of JSON values: true is not 1."""
+    return isinstance(value, bool) == isinstance(neutral_value, bool) and bool(value == neutral_value)
+
+
+def _explain(model: type[BaseModel], error: ValidationError) -> RequestError:
+    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    name = str(first["loc"][0])
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        return RequestError(f"`{name}` is required: it must be {model.model_fields[name].description}", param=name)
+    return RequestError(f"`{name}` must be {model.model_fields[name].description}", param=name)
+
+
+def _check_together(request: AnyRequest) -> None:
+    """What no single field can say."""
+    _check_lists(request)
+    wanted = request.wanted_tokens
+    if isinstance(request, CompletionRequest) and wanted == 0 and not request.echo:
+        raise refuse(request, "max_tokens")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise refuse(request, "top_logprobs")
+    if request.stream_options is not None and not request.stream:
+        raise refuse(request, "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise refuse(request, "prompt_logprobs")
+    if wanted is not None and (request.min_tokens or 0) > wanted:
+        raise refuse(request, "min_tokens")
+
+
+def _check_lists(request: AnyRequest) -> None:
+    stops = stop_strings(request)
+    if len(stops) > MAX_STOPS or not all(1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise refuse(request, "stop")
+    if len(request.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
+        raise refuse(request, "stop_token_ids")
+    bias = request.logit_bias or {}
+    if len(bias) > MAX_LOGIT_BIAS or not all(-100 <= value <= 100 for value in bias.values()):
+        raise refuse(request, "logit_bias")
+    prompt = request.prompt if isinstance(request, CompletionRequest) else ""
+    if prompt == [] or any(part == [] for part in prompt):
+        raise refuse(request, "prompt")
+
+
+def stop_strings(request: AnyRequest) -> tuple[str, ...]:
+    """`stop`, whichever way it was written."""
+    if isinstance(request.stop, str):
+        return (request.stop,)
+    return tuple(request.stop or ())
+
+
+def refuse(request: AnyRequest, name: str) -> RequestError:
+    """The error that says a field's limits, and its limits only."""
+    return RequestError(f"`{name}` must be {type(request).model_fields[name].description}", param=name)

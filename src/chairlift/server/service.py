@@ -1,0 +1,298 @@
+"""What the endpoints share: the model, its engine, and where the server is in its life.
+
+    load ──> warm up ──> ready ──(SIGTERM)──> draining ──> end
+      └───────┴───────────┴──────(failure)──> dead ─────────┘
+
+Lives on the event loop; loading and warming up happen in a thread, so that /live and /health answer meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeVar, cast
+
+from starlette.types import Receive
+
+from chairlift.boot import Loaded
+from chairlift.config import Config
+from chairlift.engine.engine import Engine, EngineSnapshot
+from chairlift.engine.request import Request
+from chairlift.errors import Draining, EngineError, Unavailable
+from chairlift.server.dispatch import Dispatch, Listener
+from chairlift.server.log import RequestLog, Summary
+from chairlift.server.metrics import Metrics
+from chairlift.server.observers import Observers
+from chairlift.server.prepare import Job, Preparer
+from chairlift.server.problem import ClientGone, Interrupted, Loading
+from chairlift.server.sse import Pace
+
+log = logging.getLogger(__name__)
+
+State = Literal["loading", "ready", "stalled", "draining", "dead"]
+T = TypeVar("T")
+
+MAX_PREPARING = 64
+"""Requests whose bodies are parsed or tokenised at once; it bounds what they hold in memory."""
+_WORKERS = 2
+_WATCH_S = 1.0
+_SUMMARY_S = 10.0
+_LAST_WORDS_S = 1.0
+
+
+class Serving:
+    """One loaded model at work: what exists from the moment that it does."""
+
+    def __init__(self, loaded: Loaded, config: Config, dispatch: Dispatch) -> None:
+        self.loaded = loaded
+        self.preparer = Preparer.of(loaded, config)
+        self.metrics = Metrics(loaded.plan)
+        self.summary = Summary()
+        self.engine: Engine = loaded.engine(dispatch.deliver, Observers(self.metrics, RequestLog(), self.summary))
+        self.metrics.watch(self.engine.snapshot)
+
+
+class Service:
+    """The server's state. `on_end` is called once when the process should leave."""
+
+    def __init__(self, load: Callable[[], Loaded], config: Config, pace: Pace) -> None:
+        self.config = config
+        self.pace = pace
+        self.failure: BaseException | None = None
+        self.on_end: Callable[[], None] = lambda: None
+        self.on_ready: Callable[[Loaded], None] = lambda _: None
+        self.started_s = time.time()
+        self._load = load
+        self._dispatch = Dispatch()
+        self._serving: Serving | None = None  # from loaded on
+        self._is_warm = False
+        self._settled = asyncio.Event()  # ready, or failed for good
+        self._draining = False
+        self._num_preparing = 0
+        self._num_answering = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="chairlift-prepare")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- what endpoints ask -------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """Readiness."""
+        if self.failure is not None:
+            return "dead"
+        if self._draining:
+            return "draining"
+        if not self._is_warm or self._serving is None:
+            return "loading"
+        return self._serving.engine.state
+
+    @property
+    def serving(self) -> Serving:
+        """The loaded model. Raises Loading before there is one."""
+        if self._serving is None:
+            raise Loading
+        return self._serving
+
+    def snapshot(self) -> EngineSnapshot | None:
+        """Where the engine stands; None before there is one."""
+        return None if self._serving is None else self._serving.engine.snapshot()
+
+    def require_open(self) -> Serving:
+        """The loaded model, if it takes requests now. Raises Unavailable."""
+        state = self.state
+        if state == "dead":
+            raise Unavailable("the engine has died; the server must be restarted")
+        if state == "draining":
+            raise Draining("the server is shutting down", retry_after_s=5)
+        if state == "loading":
+            raise Loading
+        return self.serving
+
+    def refused(self, code: str) -> None:
+        """Counts a request that was not answered, by the code of its error."""
+        if self._serving is not None:
+            self._serving.metrics.refused(code)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Counts one request as being answered: draining waits for it."""
+        self._num_answering += 1
+        self._quiet.clear()
+        try:
+            yield
+        finally:
+            self._num_answering -= 1
+            if self._num_answering == 0:
+                self._quiet.set()
+
+    async def prepare(self, make: Callable[[bytes, str], Job], body: bytes, id: str) -> Job:
+        """Runs a Preparer's method in a worker thread."""
+        if self._num_preparing >= MAX_PREPARING:
+            raise Unavailable("too many requests are being read at once")
+        self._num_preparing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._workers, make, body, id)
+        except asyncio.CancelledError:
+            self.serving.metrics.cancelled("preparing")
+            raise
+        finally:
+            self._num_preparing -= 1
+
+    @contextlib.contextmanager
+    def submitted(self, requests: Sequence[Request]) -> Iterator[Listener]:
+        """Has the engine work on these requests for as long as the block lasts. Raises what `Engine.submit` raises."""
+        engine = self.serving.engine
+        with self._dispatch.listen(requests) as listener:
+            engine.submit(requests)
+            try:
+                yield listener
+            finally:
+                unfinished = listener.unfinished
+                if unfinished:
+                    engine.cancel(unfinished)
+
+    # -- its life -----------------------------------------------------------------------------------------------------
+
+    async def settled(self) -> None:
+        """Waits until it is ready, or has failed."""
+        await self._settled.wait()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Loads, serves, and ends with the block."""
+        self._dispatch.open(asyncio.get_running_loop())
+        self._spawn(self._start())
+        self._spawn(self._watch())
+        try:
+            yield
+        finally:
+            for task in tuple(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self.close()
+
+    def close(self) -> None:
+        """Ends the engine's thread and the workers; harmless when done before."""
+        if self._serving is not None:
+            self._serving.engine.stop()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def drain(self) -> None:
+        """Takes no more requests; calls `on_end` when those at hand are done, or their time is over."""
+        if not self._draining:
+            self._draining = True
+            self._spawn(self._drain())
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start(self) -> None:
+        try:
+            serving = await _in_thread(lambda: Serving(self._load(), self.config, self._dispatch))
+            self._serving = serving
+            start = time.perf_counter()
+            await _in_thread(serving.engine.warm_up)
+            serving.loaded.timings["warm-up"] = time.perf_counter() - start
+            serving.engine.start()
+            self._is_warm = True
+            self.on_ready(serving.loaded)
+        except Exception as error:
+            self._fail(error)
+        self._settled.set()
+
+    async def _drain(self) -> None:
+        log.info("draining: %d requests to finish", self._num_answering)
+        if self._serving is not None:
+            self._serving.engine.drain()
+        if not await self._quiet_within(self.config.drain_seconds):
+            log.warning("ending %d requests: they did not finish in time", self._num_answering)
+            self._dispatch.fail_all(Interrupted("the server is shutting down and ended this request"))
+            await self._quiet_within(_LAST_WORDS_S)
+        self.on_end()
+
+    async def _quiet_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._quiet.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _watch(self) -> None:
+        """Tells the log of changes of state and of work done, and notices when the engine dies."""
+        state, since_s = self.state, time.monotonic()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if self.state != state:
+                log.log(logging.INFO if self.state != "stalled" else logging.ERROR, "%s -> %s", state, self.state)
+                state = self.state
+            if state == "dead" and self.failure is None:
+                self._fail(EngineError("the engine has died"))
+            now_s = time.monotonic()
+            if self._serving is not None and now_s - since_s >= _SUMMARY_S:
+                self._serving.summary.write(self._serving.engine.snapshot(), now_s - since_s)
+                since_s = now_s
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self._dispatch.fail_all(EngineError(f"the server has failed: {type(error).__name__}"))
+        self.on_end()
+
+
+async def until_gone(work: Coroutine[None, None, None], receive: Receive) -> None:
+    """Runs the work of one request; ends it as soon as its client is gone, and then raises ClientGone.
+
+    It does not matter what the work waits for: a place in the queue, a thread, the engine or a slow network.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        is_done = task.done()
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+    if not is_done:
+        raise ClientGone
+    task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Runs a function in a thread that does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="chairlift-start", daemon=True).start()
+    return await future

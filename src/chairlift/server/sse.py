@@ -1,0 +1,122 @@
+"""Server-sent events: how a stream looks on the wire, and the one coroutine that writes it.
+
+start  ->  opening  ->  chunks ...  ->  usage, if asked for  ->  [DONE]
+              \\-> ": ping" while there is nothing to say
+               \\-> on failure: {"error": {...}}  ->  [DONE]           exactly one end on every path
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Send
+
+from chairlift.engine.request import FinishReason
+from chairlift.errors import ChairliftError
+from chairlift.server.answer import Answer
+from chairlift.server.dispatch import Delta, Listener
+from chairlift.server.problem import ClientGone, Interrupted, encode, error_body
+
+log = logging.getLogger(__name__)
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would gather events otherwise
+]
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How patient a stream is, in seconds."""
+
+    ping_s: float = 15.0  # below the idle limits of common proxies (nginx 60, HAProxy 50)
+    stall_s: float = 60.0  # a reader that takes nothing for so long is gone
+
+
+def event(value: object) -> bytes:
+    """One event."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def events(values: list[dict[str, Any]]) -> bytes:
+    """Several events in one piece."""
+    return b"".join(map(event, values))
+
+
+def raise_failure(deltas: list[Delta]) -> None:
+    """Raises what a choice ended with, when it was not an end that a client should take for an answer."""
+    for delta in deltas:
+        if delta.error is not None:
+            raise delta.error
+        if delta.finish_reason is FinishReason.CANCELLED:
+            raise Interrupted("the server ended this request")
+
+
+class _Writer:
+    """Sends pieces of one stream, and pings when it has sent nothing for a while."""
+
+    def __init__(self, send: Send, pace: Pace) -> None:
+        self._send = send
+        self._pace = pace
+        self._last_s = 0.0
+
+    async def start(self) -> None:
+        """Sends status and headers."""
+        await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
+    async def write(self, payload: bytes, *, more: bool = True) -> None:
+        """Sends one piece, if there is anything in it. Raises ClientGone when the reader takes nothing for too long."""
+        if not payload and more:
+            return
+        try:
+            async with asyncio.timeout(self._pace.stall_s):
+                await self._send({"type": "http.response.body", "body": payload, "more_body": more})
+        except TimeoutError:
+            raise ClientGone from None
+        self._last_s = asyncio.get_running_loop().time()
+
+    async def news(self, listener: Listener) -> list[Delta]:
+        """What the engine made next, pinging meanwhile."""
+        while True:
+            try:
+                async with asyncio.timeout_at(self._last_s + self._pace.ping_s):
+                    return await listener.take()
+            except TimeoutError:
+                await self.write(PING)
+
+
+async def stream(answer: Answer, listener: Listener, send: Send, pace: Pace) -> None:
+    """Writes one answer as it comes. Raises ClientGone when nobody reads it; other failures are told in the stream."""
+    writer = _Writer(send, pace)
+    await writer.start()
+    try:
+        await writer.write(events(answer.opening()))
+        while not listener.is_done:
+            deltas = await writer.news(listener)
+            raise_failure(deltas)
+            await writer.write(b"".join(events(answer.chunks(delta)) for delta in deltas))
+        usage = event(answer.usage_chunk()) if answer.job.include_usage else b""
+        await writer.write(usage + DONE, more=False)
+    except ClientGone:
+        raise
+    except Exception as error:
+        if not isinstance(error, ChairliftError):
+            log.exception("request %s: its stream failed", answer.job.id)
+        await writer.write(event(error_body(error)) + DONE, more=False)
+
+
+async def collect(answer: Answer, listener: Listener) -> dict[str, object]:
+    """The whole answer, once every choice has ended. Raises what any of them failed with."""
+    whole = [Delta(i) for i in range(len(answer.choices))]
+    while not listener.is_done:
+        deltas = await listener.take()
+        raise_failure(deltas)
+        for delta in deltas:
+            whole[delta.index].add(delta)
+    return answer.whole(whole)
