@@ -160,6 +160,7 @@ DATA = bytes(64)
         ),
         (header(0, 1, struct.pack("<Q", 2**64 - 1) + bytes(20)), f"key needs {2**64 - 1} bytes"),
         (header(0, 1, string("") + bytes(20)), "key of 0 characters"),
+        (header(0, 1, string("k" * 65536) + bytes(20)), "key of 65536 characters; 1 to 65535 are allowed at byte 24"),
         (header(0, 1, string(b"k\xff") + bytes(20)), "key is not valid UTF-8 at byte 33"),
         (header(0, 2, PAIR + PAIR), "pair 1: key 'k' occurs twice at byte 41"),
         (
@@ -256,6 +257,8 @@ def test_a_large_file_cannot_ask_for_gigabytes(tmp_path: Path) -> None:
     os.truncate(path, 1 << 33)
     with pytest.raises(ModelFileError, match=f"at most {MAX_ELEMENTS} in all are read"):
         GGUFFile.open(path)
+    flags = b"".join(string(key) + typed_value(np.zeros(MAX_ELEMENTS // 2 + 1, dtype="uint8")) for key in "kl")
+    assert f"at most {MAX_ELEMENTS} in all are read" in refusal(header(0, 2, flags), path)
     path.write_bytes(header(0, 1, string("k") + struct.pack("<IQ", 8, 1 << 32)))
     os.truncate(path, 1 << 33)
     with pytest.raises(ModelFileError, match="goes beyond the 67108864 bytes allowed for metadata"):

@@ -72,35 +72,30 @@ _FOREIGN = (
 
 
 class GGUFFile:
-    """An open model file. Closing it is safe while tensor views live on: the map stays until the last view is gone.
+    """An open model file. Closing it is safe while tensor views live on.
 
     `metadata` holds ints, floats, bools, strings and lists of them; `tensors` holds zero-copy, read-only views.
     """
 
-    def __init__(self, path: Path, parsed: _Parsed, mapping: mmap.mmap) -> None:
+    def __init__(self, path: Path, parsed: _Parsed, size_bytes: int) -> None:
         self.path = path
         self.version = parsed.version
         self.metadata = parsed.metadata
         self.tensors = parsed.tensors
-        self.size_bytes = len(mapping)
-        self._mapping: mmap.mmap | None = mapping
+        self.size_bytes = size_bytes
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
         """Maps and checks a file. Raises ModelFileError, and nothing else, for whatever is wrong with it."""
         mapping = _map(path)
-        try:
-            return cls(path, _Reader(path, mapping).read(), mapping)
-        except BaseException:
-            _release(mapping)
-            raise
+        return cls(path, _Reader(path, mapping).read(), len(mapping))
 
     def close(self) -> None:
-        """Lets go of the file; may be called again. `metadata` stays, `tensors` becomes empty."""
+        """Lets go of the tensors; may be called again. `metadata` stays.
+
+        Only the views hold the map, so that it goes with the last of them and never under one.
+        """
         self.tensors = {}
-        if self._mapping is not None:
-            _release(self._mapping)
-            self._mapping = None
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -145,13 +140,6 @@ def _map(path: Path) -> mmap.mmap:
         raise ModelFileError(str(path), "may not be read: permission denied") from None
     except (OSError, ValueError) as error:
         raise ModelFileError(str(path), f"cannot be opened: {error}") from None
-
-
-def _release(mapping: mmap.mmap) -> None:
-    try:
-        mapping.close()
-    except BufferError:
-        return  # views are alive; the map goes with the last of them
 
 
 def _shown(text: str) -> str:
