@@ -105,8 +105,9 @@ def test_views_outlive_the_file_and_are_not_copies(tiny_gguf: TinyGGUF) -> None:
 def test_closing_lets_go_of_the_mapping(tiny_gguf: TinyGGUF) -> None:
     """Guards against a file that stays mapped for the life of the process."""
     path = tiny_gguf().resolve()
-    with GGUFFile.open(path):
+    with GGUFFile.open(path) as file:
         assert str(path) in MAPS.read_text()
+    assert file.tensors == {}
     gc.collect()
     assert str(path) not in MAPS.read_text()
 
@@ -231,8 +232,8 @@ def test_hostile_numbers_at_every_place_of_the_header(tmp_path: Path) -> None:
     raw = fuzz_gguf.compact_bytes()
     tracemalloc.start()
     try:
-        for at in range(4, len(raw) - 600, 1):
-            for value in (2**16, 2**32 - 1, 2**63, 2**64 - 1):
+        for at in range(4, len(raw) - 600):
+            for value in (2**16, 2**63, 2**64 - 1):
                 fuzz_gguf.check(raw[:at] + struct.pack("<Q", value) + raw[at + 8 :], tmp_path / "m.gguf")
         assert tracemalloc.get_traced_memory()[1] < fuzz_gguf.MAX_PEAK_BYTES
     finally:
