@@ -52,7 +52,10 @@ def compact_bytes(version: int = 3) -> bytes:
 
 def check(raw: bytes, path: Path) -> ModelFileError | None:
     """Opens the bytes as a file; gives the error or None. AssertionError when the reader misbehaves."""
-    path.write_bytes(raw)
+    path.touch()
+    with path.open("r+b") as out:  # in place: emptying a file and writing it anew makes some file systems flush it
+        out.write(raw)
+        out.truncate()
     began = time.perf_counter()
     try:
         with GGUFFile.open(path) as file:

@@ -41,6 +41,7 @@ MAX_NAME_BYTES = 65535
 MAX_ALIGNMENT = 1 << 20
 DEFAULT_ALIGNMENT = 32
 
+_CUT_OFF = "the file is cut off or damaged: fetch it again"
 _HEADER_BYTES = 24
 _MIN_PAIR_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
@@ -186,7 +187,8 @@ class _Reader:
                 raise self._fail("is not a GGUF file but, it seems, a safetensors file")
             raise self._fail(f"is not a GGUF file: it begins with {start[:4]!r}, not {MAGIC!r}")
         if self._size < _HEADER_BYTES:
-            raise self._fail(f"is cut off: {self._size} bytes, and the header alone takes {_HEADER_BYTES}", self._size)
+            what = f"has {self._size} bytes, and the header alone takes {_HEADER_BYTES}: it ends"
+            raise self._fail(what, self._size, hint=_CUT_OFF)
         version: int = _U32.unpack_from(start, 4)[0]
         if int.from_bytes(start[4:8], "big") in (1, *VERSIONS):
             raise self._fail("is a big-endian GGUF file; only little-endian ones are read", 4)
@@ -203,7 +205,7 @@ class _Reader:
                 raise self._fail(f"{what} of {num_bytes} bytes goes beyond the {self._end} bytes allowed for metadata")
             raise self._fail(
                 f"{what} needs {num_bytes} bytes, but the file ends after {self._size - start} more",
-                hint="the file is cut off or damaged: fetch it again",
+                hint=_CUT_OFF,
             )
         self._at = start + num_bytes
         return start
@@ -222,7 +224,7 @@ class _Reader:
         if count > MAX_ENTRIES:
             raise self._fail(f"claims {count} {what}; at most {MAX_ENTRIES} are read", at)
         if count * min_bytes > self._end - self._at:
-            raise self._fail(f"claims {count} {what}, more than its {self._size} bytes can hold", at)
+            raise self._fail(f"claims {count} {what}, more than its {self._size} bytes can hold", at, hint=_CUT_OFF)
         return count
 
     def _string(self, what: str) -> str:
@@ -277,7 +279,7 @@ class _Reader:
             raise self._fail(f"array type {kind} is not known", at - 4)
         min_bytes = scalar.size if scalar else 8 if kind == _STRING else 12
         if length * min_bytes > self._end - self._at:
-            raise self._fail(f"claims an array of {length} elements, more than the file can hold", at)
+            raise self._fail(f"claims an array of {length} elements, more than the file can hold", at, hint=_CUT_OFF)
         if length > self._elements_left:
             raise self._fail(f"an array of {length} elements; at most {MAX_ELEMENTS} in all are read", at)
         self._elements_left -= length
@@ -369,7 +371,7 @@ class _Reader:
                 raise self._fail(
                     f"its data ends at byte {end}, but the file has {self._size} bytes; its entry stands",
                     info.at,
-                    hint="the file is cut off or damaged: fetch it again",
+                    hint=_CUT_OFF,
                 )
             if info.offset < free_from:
                 raise self._fail(f"overlaps tensor {_shown(before)}", info.at)
