@@ -198,7 +198,7 @@ class Emitter:
         buffers = Buffers(self._program.add_buffer, nodes)
         for at, node in enumerate(nodes):
             inputs = [buffers.lanes(value) for value in node.reads()]
-            out = NOTHING if node.kind == "logits" else _place_output(buffers, node, at)
+            out = NOTHING if node.kind == "logits" else place_output(buffers, node, at)
             self._emit[node.kind](node, inputs, out)
             buffers.release(node.reads(), at)
 
@@ -258,9 +258,9 @@ def rope_frequencies(rope: RopeSpec) -> list[float]:
     return [rope.scale * rope.theta ** (-2.0 * i / rope.dim) / factors[i] for i in range(pairs)]
 
 
-def _place_output(buffers: Buffers, node: Node, at: int) -> Lanes:
+def place_output(buffers: Buffers, node: Node, at: int) -> Lanes:
     """Over an input that ends here, where the op allows it, else in a buffer of its own."""
-    over = node.residual if node.kind == "linear" else None
+    over = node.residual if node.kind == "linear" and node.residual not in node.inputs else None
     if node.kind in {"rms_norm", "rope", "swiglu", "add"}:
         over = node.inputs[0]
     taken = buffers.replace(over, node.outputs[0], at) if over is not None else None

@@ -1,0 +1,209 @@
+"""Recording, fusion and the placing of activations: pure Python, on hand-made nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift.errors import ModelError
+from chairlift.kernels import record
+from chairlift.kernels.native import Buffers, Lanes, place_output, rope_frequencies
+from chairlift.kernels.record import Node, Recorder, Value, WeightKinds
+from chairlift.models.llama import forward, layer_shapes
+from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
+
+SPEC = ModelSpec(
+    architecture="llama",
+    name="made by hand",
+    num_layers=2,
+    hidden_size=64,
+    ffn_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    value_dim=16,
+    vocab_size=50,
+    context_length=512,
+    rms_eps=1e-5,
+    rope=RopeSpec(16),
+)
+KINDS = WeightKinds(
+    layout_of=lambda name: {"Q4_0": "w4", "Q8_0": "w8"}.get(name, "f32"), takes_int8=lambda n: n[0] == "Q"
+)
+
+
+def weight(shape: tuple[int, ...], type_name: str = "Q4_0") -> RawTensor:
+    return RawTensor("w", shape, type_name, np.zeros(0, np.uint8))
+
+
+def llama(types: dict[str, str]) -> list[Node]:
+    """The fused nodes of a two-layer Llama whose matrices have Q4_0 weights, but those named."""
+    shapes = {f"blk.{i}.{name}": shape for i in range(2) for name, shape in layer_shapes(SPEC).items()}
+    shapes |= {"token_embd.weight": (50, 64), "output_norm.weight": (64,), "output.weight": (50, 64)}
+    tensors = {}
+    for name, shape in shapes.items():
+        type_name = types.get(name.split(".")[-2], "Q4_0") if len(shape) == 2 else "F32"
+        tensors[name] = weight(shape, type_name)
+    recorder = Recorder(SPEC)
+    forward(recorder, SPEC, tensors)
+    return record.fuse(recorder.nodes, KINDS)
+
+
+def described(nodes: list[Node]) -> list[str]:
+    """Each node as kind, number of stacked weights, + for a residual, ' for int8 outputs."""
+    return [
+        n.kind
+        + (str(len(n.weights)) if n.kind == "linear" else "")
+        + "+" * (n.residual is not None)
+        + "'" * n.outputs[0].int8
+        for n in nodes
+    ]
+
+
+def test_a_quantised_llama_layer_is_ten_ops() -> None:
+    """A fusion lost: each is a pass over the activations and a barrier, thirty times a token."""
+    layer = [
+        "rms_norm'",
+        "linear3",
+        "rope",
+        "rope",
+        "attend",
+        "quantise'",
+        "linear1+",
+        "rms_norm'",
+        "linear2",
+        "swiglu'",
+    ]
+    assert described(llama({})) == ["embed", *layer, "linear1+", *layer, "linear1+", "logits"]
+
+
+def test_mixed_types_stack_by_layout() -> None:
+    """Weights of different layouts put into one matrix, or a rounding made twice for the two products."""
+    kinds = described(llama({"attn_v": "Q8_0", "ffn_up": "F32"}))
+    attention = ["rms_norm'", "linear2", "linear1", "rope", "rope", "attend", "quantise'", "linear1+"]
+    assert kinds[1:9] == attention
+    assert kinds[9:15] == ["rms_norm", "quantise'", "linear1", "linear1", "swiglu'", "linear1+"]
+
+
+def test_float_weights_need_no_rounding() -> None:
+    """Activations rounded to int8 for weights that do not ask for it."""
+    types = dict.fromkeys([name.split(".")[0] for name in layer_shapes(SPEC)], "F16")
+    assert not any(value.int8 for node in llama(types) for value in node.outputs)
+
+
+def test_the_last_norm_is_left_to_the_logit_rows() -> None:
+    """Every row of a prompt normed for the sake of one."""
+    head = llama({})[-1]
+    assert (head.kind, [w.shape for w in head.weights], head.eps) == ("logits", [(50, 64), (64,)], SPEC.rms_eps)
+
+
+def test_a_sum_that_others_read_too_is_kept() -> None:
+    """A product folded into a sum although its own value is needed as well, or before the other term exists."""
+    recorder = Recorder(SPEC)
+    x = recorder.embed(weight((50, 64)))
+    early = recorder.linear(x, weight((64, 64)))
+    late = recorder.linear(x, weight((64, 64), "F32"))
+    total = recorder.add(early, late)
+    again = recorder.add(total, late)
+    recorder.logits(again, weight((50, 64)))
+    nodes = record.fuse(recorder.nodes, KINDS)
+    assert described(nodes) == ["embed", "quantise'", "linear1", "linear1", "add", "add", "logits"]
+
+
+def test_a_norm_that_others_read_is_rounded_beside() -> None:
+    """A value replaced by its int8 rounding under the eyes of an op that needs it in full."""
+    recorder = Recorder(SPEC)
+    x = recorder.embed(weight((50, 64)))
+    h = recorder.rms_norm(x, weight((64,), "F32"), 1e-5)
+    y = recorder.add(h, recorder.linear(h, weight((64, 64))))
+    recorder.logits(y, weight((50, 64)))
+    nodes = record.fuse(recorder.nodes, KINDS)
+    assert described(nodes) == ["embed", "rms_norm", "quantise'", "linear1+", "logits"]
+
+
+def test_widths_are_checked_when_recorded() -> None:
+    """A weight of another model, found out as a crash in a kernel."""
+    recorder = Recorder(SPEC)
+    x = recorder.embed(weight((50, 64)))
+    with pytest.raises(ModelError, match="maps 32 lanes; its input has 64"):
+        recorder.linear(x, weight((64, 32)))
+
+
+def test_rope_frequencies() -> None:
+    """Scale, base or factors left out of the angle."""
+    rope = RopeSpec(4, theta=100.0, scale=0.5, factors=(1.0, 8.0))
+    assert rope_frequencies(rope) == [0.5, 0.5 * 100.0**-0.5 / 8]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> list[Node]:
+    """Nodes of random kinds that read random earlier values; some linears have a residual."""
+    values = [Value(draw(st.sampled_from([16, 32]))) for _ in range(draw(st.integers(1, 3)))]
+    nodes = [Node("embed", [], [value]) for value in values]
+    for _ in range(draw(st.integers(1, 14))):
+        kind = draw(st.sampled_from(["linear", "rope", "add", "attend"]))
+        x = draw(st.sampled_from(values))
+        if kind == "linear":
+            outputs = [Value(width) for width in draw(st.lists(st.sampled_from([16, 32]), min_size=1, max_size=3))]
+            alike = [v for v in values if v.width == outputs[0].width]
+            residual = draw(st.sampled_from([None, *alike])) if len(outputs) == 1 else None
+            node = Node("linear", [x], outputs, residual=residual)
+        else:
+            alike = [v for v in values if v.width == x.width]
+            inputs = [x] if kind == "rope" else [x, draw(st.sampled_from(alike))]
+            node = Node(kind, inputs, [Value(x.width)])  # type: ignore[arg-type]
+        nodes.append(node)
+        values += node.outputs
+    return [*nodes, Node("logits", [values[-1]], [Value(50)])]
+
+
+@settings(max_examples=200, deadline=None)
+@given(nodes=graphs())
+def test_no_value_is_overwritten_before_its_last_reader(nodes: list[Node]) -> None:
+    """Two living values in one place: answers that depend on which op ran last."""
+    memory: dict[tuple[int, int], Value] = {}
+    kinds: list[tuple[int, bool]] = []
+
+    def add_buffer(width: int, int8: bool) -> int:
+        kinds.append((width, int8))
+        return len(kinds) - 1
+
+    def cells(lanes: Lanes) -> list[tuple[int, int]]:
+        buffer, first, count = lanes
+        assert first + count <= kinds[buffer][0]
+        return [(buffer, lane) for lane in range(first, first + count)]
+
+    buffers = Buffers(add_buffer, nodes)
+    for at, node in enumerate(nodes):
+        read = {value: buffers.lanes(value) for value in node.reads()}
+        for value, lanes in read.items():
+            assert all(memory[cell] is value for cell in cells(lanes))
+        if node.kind != "logits":
+            place_output(buffers, node, at)
+            for value in node.outputs:
+                memory |= dict.fromkeys(cells(buffers.lanes(value)), value)
+            whole = node.inputs[1:] if node.kind in {"rope", "add"} else node.inputs
+            for (
+                value
+            ) in whole:  # an op that works in place may overwrite its first input or residual as it goes, no other
+                in_place = value is node.inputs[0] and node.kind == "add"
+                assert in_place or all(memory[cell] is value for cell in cells(read[value]))
+        buffers.release(node.reads(), at)
+
+
+def test_layers_share_their_buffers() -> None:
+    """An arena that grows with the number of layers."""
+    nodes = llama({})
+    kinds: list[tuple[int, bool]] = []
+
+    def add_buffer(width: int, int8: bool) -> int:
+        kinds.append((width, int8))
+        return len(kinds) - 1
+
+    buffers = Buffers(add_buffer, nodes)
+    for at, node in enumerate(nodes[:-1]):
+        place_output(buffers, node, at)
+        buffers.release(node.reads(), at)
+    assert sorted(kinds) == sorted([(64, False), (64, True), (128, False), (64, False), (192, False), (96, True)])
