@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -159,9 +160,25 @@ def test_nothing_to_read_is_no_error(tmp_path: Path) -> None:
     assert found.memory_available_bytes > 0
 
 
-def test_the_real_machine_and_its_bandwidth() -> None:
-    """Readers that only work on made-up trees; a bandwidth in the wrong unit."""
+def test_the_real_machine() -> None:
+    """Readers that only work on made-up trees."""
     found = machine.detect()
     assert 1 <= found.threads <= found.num_cpus
     assert 0 < found.memory_available_bytes <= found.memory_total_bytes
-    assert 1e8 < machine.measure_bandwidth(1, num_bytes=2**22, repeats=2) < 1e13
+    assert 0 < machine.process_age_s() < 24 * 3600
+
+
+def test_process_age_survives_odd_names(root: Root) -> None:
+    """A program name with brackets and spaces shifting the fields."""
+    ticks = 100 * os.sysconf("SC_CLK_TCK")
+    root.write("proc/self/stat", f"7 (a) b (c)) S {' '.join(['0'] * 18)} {ticks} 5 6")
+    root.write("proc/uptime", "130.25 99.0")
+    assert machine.process_age_s(root.path) == 30.25
+
+
+@pytest.mark.parametrize("num_bytes", [8, 9, 4096, 2**22])
+def test_bandwidth_of_a_file(tmp_path: Path, num_bytes: int) -> None:
+    """A bandwidth in the wrong unit; a file shorter than its threads."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(num_bytes))
+    assert 1e3 < machine.measure_bandwidth(file, 2, repeats=2) < 1e13

@@ -12,6 +12,7 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,15 +105,13 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
     `progress` gets a line per thing that may take long. Raises ConfigError, ModelError or DoesNotFit; nothing large is
     read before the plan says that it fits.
     """
-    timings: dict[str, float] = {}
+    timings = {"python": machines.process_age_s()}
     path = store.resolve(config.model, config.cache_dir, progress=progress)
     with _timed(timings, "open"):
         file = GGUFFile.open(path)
-    with file:
-        with _timed(timings, "tokenizer"):
-            spec = registry.read_spec(file)
-            tokenizer = Tokenizer.from_gguf(file.metadata)
-            template = _template(file.metadata, tokenizer)
+    with file, ThreadPoolExecutor(1) as beside:
+        spec = registry.read_spec(file)
+        tokenizer = beside.submit(Tokenizer.from_gguf, file.metadata)
         backend, isa = _backend(config)
         machine = machines.detect()
         names = config.served_model_name or (_own_name(config.model),)
@@ -121,7 +120,7 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
         on_disk = plans.ModelOnDisk(names[0], _format(distinct), sum(tensor.data.nbytes for tensor in distinct))
         plan = plans.resolve(config, spec, machine, on_disk, isa=isa)
         with _timed(timings, "bandwidth"):
-            bandwidth = machines.measure_bandwidth(plan.threads)
+            bandwidth = machines.measure_bandwidth(path, plan.threads)
         with _timed(timings, "weights and KV"):
             model = backend.load(
                 spec,
@@ -131,12 +130,14 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
                 max_rows=plan.max_num_batched_tokens,
                 threads=plan.threads,
             )
+        with _timed(timings, "tokenizer"):  # built meanwhile; this is what was left of it
+            template = _template(file.metadata, tokenizer.result())
     tied = tensors[registry.HEAD] is tensors[registry.EMBEDDING]
     return Loaded(
         config=config,
         plan=plan,
         spec=spec,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer.result(),
         template=template,
         model=model,
         path=path,

@@ -17,9 +17,9 @@ BLOCK_SIZE = 16
 DEFAULT_SLOTS = 16
 DEFAULT_CONTEXT = 8192
 DEFAULT_STEP_TOKENS = 512
-SLOT_TOKENS = 2048
-"""KV that each slot gets by default (or a quarter of full context, if more): conversations are seldom full at once, and
-memory that is touched at start costs about a second per GiB on a new virtual machine."""
+SLOT_TOKENS = 1536
+"""KV that each slot gets by default, unless the context is shorter: conversations are seldom full at once, and memory
+that is touched at start costs about a second per GiB on a new virtual machine (docs/log.md)."""
 LEAST_CONTEXT = 256
 """A context below this is not worth starting for, unless asked."""
 RUNTIME_BYTES = 128 * 1024**2
@@ -220,8 +220,7 @@ def _context(asked: int, limit_blocks: int, per_token: int, memory: _Memory, not
 
 def _useful_blocks(slots: int, max_model_len: int) -> int:
     """The pool that a team needs, if memory has more: one full context, and each slot's usual share."""
-    each = max(min(max_model_len, SLOT_TOKENS), max_model_len // 4)
-    return cost.blocks_for(max(max_model_len, slots * each), BLOCK_SIZE)
+    return cost.blocks_for(max(max_model_len, slots * min(max_model_len, SLOT_TOKENS)), BLOCK_SIZE)
 
 
 def _slots(config: Config, carried: int, step_tokens: int, notes: list[str]) -> int:
