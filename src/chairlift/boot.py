@@ -87,9 +87,9 @@ class Loaded:
         """An engine on this model; one at a time, since they would share its KV pool."""
         return Engine(self.plan, self.model, deliver=deliver, observer=observer)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Token ids of plain text, with BOS where the model's prompts begin with it."""
-        return self.tokenizer.encode(text, add_bos=self.tokenizer.add_bos, parse_special=False)
+        return self.tokenizer.encode(text, add_bos=self.tokenizer.add_bos, parse_special=parse_special)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins."""

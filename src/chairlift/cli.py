@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,7 +124,8 @@ def _with_sampling(**defaults: Any) -> Callable[[Callable[..., None]], Callable[
         def run(config: Config, **given: Any) -> None:
             chosen = {name: given.pop(name) for name in _SAMPLING}
             stop = tuple(chosen.pop("stop") or ())
-            command(config, SamplingParams(**chosen, stop=stop, seed=config.seed), **given)
+            seed = secrets.randbits(64) if config.seed is None else config.seed
+            command(config, SamplingParams(**chosen, stop=stop, seed=seed), **given)
 
         config, _, *own = _parameters(command)
         return _disguised(run, command, [config, *own, *options])
@@ -175,7 +177,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     with _session(config) as (loaded, session):
         plain = raw or loaded.template is None
-        ids = loaded.encode(text) if plain else loaded.encode_chat(_conversation(system, text))
+        ids = loaded.encode(text, parse_special=True) if plain else loaded.encode_chat(_conversation(system, text))
         for piece in _texts(session, ids, params):
             _write(piece)
         _write("\n")

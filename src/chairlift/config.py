@@ -195,7 +195,9 @@ class Config:
 
     model: str = _model("smollm2", text(), "A packaged model (`chairlift models`) or the path of a GGUF file.")
     cache_dir: Path = _model(_CACHE.expanduser(), path(), "Where fetched models lie.", str(_CACHE))  # noqa: RUF009
-    seed: int = _model(0, whole(0, 2**63 - 1), "Seeds the sampling of requests that bring no seed.")
+    seed: int | None = _model(
+        None, whole(0, 2**63 - 1), "Seed of requests that bring none.", "each such request draws its own"
+    )
 
     host: str = _server("127.0.0.1", text(), "Address to listen on; beyond loopback an API key is required.")
     port: int = _server(8000, whole(0, 65535), "Port to listen on; 0 picks a free one.")

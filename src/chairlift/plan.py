@@ -48,7 +48,7 @@ class Plan:
     watchdog_s: float
     threads: int
     isa: str
-    seed: int
+    seed: int | None  # of requests that bring none; None: each draws its own
     notes: tuple[str, ...] = ()  # each thing that was lowered or chosen, and why
 
     @property
