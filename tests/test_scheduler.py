@@ -1,0 +1,352 @@
+"""Scheduling: gaps, shares, admission, and what a full pool costs whom. All on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from chairlift.engine.predictor import StepTime
+from chairlift.engine.request import FinishReason, Request
+from chairlift.errors import ContextLengthExceeded, EngineError, RequestError
+from sim import LIMITS, Cost, Sim, alone, letters, make_request, run_alone
+
+LONG = replace(LIMITS, max_model_len=10_000)
+
+
+def streaming(sim: Sim, *lengths: int) -> list[Request]:
+    """Requests that have begun to stream and go on for long."""
+    requests = [make_request(f"stream{i}", letters(i, n), max_tokens=900) for i, n in enumerate(lengths)]
+    sim.add(*requests)
+    sim.run_until(lambda: all(r.output for r in requests))
+    sim.steps.clear()
+    for request in requests:
+        sim.token_times_s[request] = [sim.now_s]
+    return requests
+
+
+# -- bounded gaps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap_s", [0.05, 0.1, 0.5])
+@pytest.mark.parametrize("contexts", [(20,), (3000,), (10, 2000, 3900)])
+def test_long_prompts_keep_the_gap_exactly(gap_s: float, contexts: tuple[int, ...]) -> None:
+    """Guards against streams that freeze while a long prompt arrives: no step is longer than asked."""
+    sim = Sim(replace(LONG, max_gap_s=gap_s))
+    streams = streaming(sim, *contexts)
+    prompts = [make_request(f"p{i}", letters(50 + i, n), max_tokens=2) for i, n in enumerate((8000, 300, 3000))]
+    sim.add(*prompts)
+    sim.run_until(lambda: all(p.is_finished for p in prompts))
+    for stream in streams:
+        assert max(sim.gaps_s(stream)) <= gap_s
+    full = [s for s in sim.steps if s.num_rows > len(streams) + 16]
+    assert all(s.predicted_s > 0.6 * gap_s for s in full[:-5]), "most of the gap should be used"
+
+
+def test_the_default_gap_is_a_tenth_of_a_second_or_twice_the_decodes() -> None:
+    """Guards against a default that starves prompts on a slow model, or one that ignores streams on a fast one."""
+    for cost, expected_s in [(Cost(), 0.1), (Cost(base_s=0.2), 2 * Cost(base_s=0.2).predict(1, 2050, 1))]:
+        sim = Sim(LONG, cost=cost)
+        streaming(sim, 2000)
+        prompt = make_request("p", letters(5, 6000), max_tokens=1)
+        sim.add(prompt)
+        sim.run_until(lambda prompt=prompt: prompt.is_finished)  # type: ignore[misc]
+        assert 0.8 * expected_s < max(s.predicted_s for s in sim.steps) < 1.02 * expected_s
+
+
+def test_with_nobody_streaming_a_step_is_bounded_too() -> None:
+    """Guards against a step of minutes that delays cancelling, admission and the watchdog."""
+    sim = Sim(replace(LONG, max_num_batched_tokens=8192))
+    sim.add(make_request("p", letters(1, 8000), max_tokens=1))
+    sim.run()
+    assert 0.4 < max(s.predicted_s for s in sim.steps) <= LIMITS.idle_step_s
+
+
+def test_prompts_get_on_when_decodes_alone_pass_the_gap() -> None:
+    """Guards against prompts that starve on a slow model: they get a block a step, and no more."""
+    sim = Sim(replace(LONG, max_gap_s=0.01), cost=Cost(base_s=0.05))
+    streaming(sim, 20, 30)
+    prompt = make_request("p", letters(5, 800), max_tokens=1)
+    sim.add(prompt)
+    assert sim.run_until(lambda: bool(prompt.output)) == 50
+    assert {s.num_rows for s in sim.steps} == {2 + 16}
+
+
+def test_a_learnt_predictor_keeps_the_gap_nearly() -> None:
+    """Guards against a control loop that is right on paper only: a wrong prior is corrected as it goes."""
+    sim = Sim(replace(LONG, max_gap_s=0.1), predictor=StepTime(), cost=Cost(4e-3, 1e-3, 4e-7, 2e-4))
+    streams = streaming(sim, 100, 1000)
+    prompts = [make_request(f"p{i}", letters(50 + i, 4000), max_tokens=2) for i in range(2)]
+    sim.add(*prompts)
+    sim.run_until(lambda: all(p.is_finished for p in prompts))
+    for stream in streams:
+        gaps = sorted(sim.gaps_s(stream))
+        assert gaps[int(0.99 * len(gaps))] <= 1.3 * 0.1
+
+
+# -- who gets what ----------------------------------------------------------------------------------------------------
+
+
+def test_every_decode_is_in_every_step() -> None:
+    """Guards against streams that skip a step for a prompt's sake."""
+    sim = Sim(replace(LONG, max_num_batched_tokens=24))
+    streams = streaming(sim, 20, 30, 40)
+    sim.add(*(make_request(f"p{i}", letters(50 + i, 500), max_tokens=2) for i in range(4)))
+    for _ in range(60):
+        step = sim.schedule()
+        assert step is not None
+        assert [p.request for p in step.pieces[:3]] == streams
+        assert all(p.num_tokens == 1 and p.samples for p in step.pieces[:3])
+        sim.commit(step)
+
+
+@pytest.mark.parametrize("num_streams", [0, 3])
+@pytest.mark.parametrize("batched_tokens", [16, 64, 2048])
+@pytest.mark.parametrize("num_long", [1, 4])
+def test_a_short_prompt_does_not_wait_for_long_ones(num_streams: int, batched_tokens: int, num_long: int) -> None:
+    """Guards against first come, first served: 50 tokens behind 8,000 start within a few steps."""
+    sim = Sim(replace(LONG, max_num_batched_tokens=batched_tokens, max_gap_s=0.1), num_blocks=4096)
+    streaming(sim, *([20] * num_streams))
+    sim.add(*(make_request(f"long{i}", letters(50 + i, 8000), max_tokens=1) for i in range(num_long)))
+    sim.step()
+    short = make_request("short", letters(90, 50), max_tokens=1)
+    sim.add(short)
+    least_share = max(1, min((batched_tokens - num_streams) // 2, 60))
+    assert sim.run_until(lambda: bool(short.output)) <= 2 + 50 // least_share
+
+
+def test_a_long_prompt_does_not_starve_behind_short_ones() -> None:
+    """Guards against shortest first without a limit: the oldest prompt always gets its half."""
+    sim = Sim(replace(LONG, max_gap_s=0.1))
+    streaming(sim, 20)
+    long = make_request("long", letters(50, 4000), max_tokens=1)
+    sim.add(long)
+    num_steps = 0
+    while not long.output:
+        if sim.scheduler.num_waiting < 3:
+            sim.add(make_request(f"short{num_steps}", letters(60 + num_steps, 150), max_tokens=1))
+        sim.step()
+        num_steps += 1
+    assert num_steps < 2.5 * 4000 / 150
+    assert sum(r.id.startswith("short") for r in sim.finals) > 10
+
+
+def test_chunks_end_on_a_blocks_edge_when_they_can() -> None:
+    """Guards against chunks that split blocks without need: only whole blocks can be shared."""
+    sim = Sim(replace(LONG, max_num_batched_tokens=100))
+    prompt = make_request("p", letters(5, 1000), max_tokens=1)
+    sim.add(prompt)
+    sim.run()
+    assert [p.stop for s in sim.steps for p in s.pieces] == [*range(96, 1000, 96), 1000]
+
+
+def test_a_budget_below_a_block_still_moves() -> None:
+    """Guards against a standstill when a step carries fewer tokens than a block."""
+    sim = Sim(replace(LIMITS, max_num_batched_tokens=5, max_num_seqs=8))
+    requests = [make_request(f"r{i}", letters(i, 40), max_tokens=10) for i in range(7)]
+    sim.add(*requests)
+    sim.run()
+    assert all(tuple(r.output) == alone(r, 10) for r in requests)
+
+
+# -- admission --------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_never_fit_is_refused_at_once_and_blocks_nobody() -> None:
+    """Guards against a request that waits for ever, with all that come after it."""
+    sim = Sim(num_blocks=64)
+    with pytest.raises(ContextLengthExceeded) as refusal:
+        sim.add(make_request("p", letters(1, 2000)))
+    assert (refusal.value.num_prompt_tokens, refusal.value.limit) == (2000, 1024)
+    with pytest.raises(ContextLengthExceeded, match="the context length is 4096"):
+        Sim().add(make_request("p", letters(1, 4096)))
+    with pytest.raises(RequestError, match="no tokens"):
+        sim.add(make_request("p", ()))
+    short = make_request("s", letters(1, 10), max_tokens=2)
+    sim.add(short)
+    sim.run()
+    assert short.finish_reason is FinishReason.LENGTH
+
+
+def test_a_prompt_that_fills_the_pool_is_served() -> None:
+    """Guards against an off-by-one at the limit: a prompt of pool - 1 tokens gets its one token."""
+    sim = Sim(num_blocks=8)
+    prompts = [make_request(f"p{i}", letters(i, 127)) for i in range(2)]
+    sim.add(*prompts)
+    sim.run()
+    assert [(tuple(p.output), p.finish_reason) for p in prompts] == [(alone(p, 1), "length") for p in prompts]
+
+
+def test_admission_keeps_a_block_for_every_running_request() -> None:
+    """Guards against letting in what will be preempted at once: the second waits until the first has ended."""
+    sim = Sim(num_blocks=8)
+    first, second = make_request("a", letters(1, 64), max_tokens=30), make_request("b", letters(2, 64), max_tokens=3)
+    sim.add(first, second)
+    sim.step()
+    assert (sim.scheduler.num_running, sim.scheduler.num_waiting, sim.scheduler.memory_blocked) == (1, 1, True)
+    sim.run()
+    assert second.num_preemptions == 0
+    assert not sim.scheduler.memory_blocked
+
+
+# -- a full pool ------------------------------------------------------------------------------------------------------
+
+
+def test_four_long_answers_share_a_pool_for_two() -> None:
+    """Guards against answers aborted, or changed, by a KV shortage that is nobody's fault."""
+    sim = Sim(num_blocks=64)
+    requests = [make_request(f"r{i}", letters(i, 30), max_tokens=400) for i in range(4)]
+    sim.add(*requests)
+    sim.run()
+    for request in requests:
+        assert (tuple(request.output), request.finish_reason) == (alone(request, 400), FinishReason.LENGTH)
+        assert request.num_cached == 0
+    assert sum(r.num_preemptions for r in requests) > 0
+    assert sum(len(s.preempted) for s in sim.steps) == sum(r.num_preemptions for r in requests)
+    assert requests[0].num_preemptions == 0
+    assert sim.pool.num_held == 0
+
+
+@pytest.mark.parametrize("at", [1, 15, 16, 17, 40])
+def test_an_interrupted_answer_is_the_undisturbed_one(at: int) -> None:
+    """Guards against text doubled, lost or sampled anew after a replay: text, usage, logprobs and stops are equal."""
+
+    def fresh() -> Request:
+        return make_request("r", letters(3, 21), max_tokens=60, stop=("zz", "qxyz"), logprobs=0, min_tokens=2)
+
+    undisturbed = fresh()
+    text, reason = run_alone(undisturbed)
+    sim = Sim(replace(LIMITS, max_num_batched_tokens=16))
+    request = fresh()
+    sim.add(request)
+    for num_tokens in (at, at + 1):
+        sim.run_until(lambda n=num_tokens: len(request.output) >= n)  # type: ignore[misc]
+        step = sim.schedule()
+        assert step is not None
+        sim.deliver(sim.scheduler.abort(step))
+        sim.scheduler.check()
+    sim.run()
+    assert (sim.texts[request], request.finish_reason) == (text, reason)
+    assert (request.output, request.logprobs) == (undisturbed.output, undisturbed.logprobs)
+    assert (request.num_cached, request.num_preemptions) == (0, 0)
+
+
+def test_the_preempted_come_back_before_those_that_wait() -> None:
+    """Guards against a preempted answer that hangs while newer requests are served."""
+    sim = Sim(num_blocks=12)
+    old, young, late = (make_request(f"r{i}", letters(i, 60), max_tokens=100) for i in range(3))
+    sim.add(old, young)
+    sim.run_until(lambda: young.num_preemptions > 0)
+    sim.add(late)
+    sim.run_until(lambda: bool(late.output))
+    assert young.is_finished or young.block_table
+    sim.run()
+    assert sim.finals == [old, young, late]
+
+
+# -- leaving ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        lambda sim, r: None,  # waiting
+        lambda sim, r: sim.step(),  # in its prompt
+        lambda sim, r: sim.run_until(lambda: len(r.output) == 3),
+        lambda sim, r: sim.run_until(lambda: r.num_preemptions > 0),
+    ],
+    ids=["waiting", "prompt", "decode", "preempted"],
+)
+def test_cancelled_in_any_phase_everything_comes_back(phase: Callable[[Sim, Request], object]) -> None:
+    """Guards against blocks and slots lost with a client, and against a neighbour's text changed by it."""
+    sim = Sim(replace(LIMITS, max_num_batched_tokens=48), num_blocks=12)
+    neighbour, victim = (make_request(f"r{i}", letters(i, 60), max_tokens=80) for i in range(2))
+    sim.add(neighbour, victim)
+    phase(sim, victim)
+    sim.cancel(victim)
+    assert victim.finish_reason is FinishReason.CANCELLED
+    assert victim.block_table == []
+    assert sim.scheduler.cancel(victim) == []
+    sim.run()
+    assert tuple(neighbour.output) == alone(neighbour, 80)
+    assert sim.pool.num_held == 0
+    assert set(sim.finals) == {neighbour, victim}
+
+
+def test_cancelled_in_flight_it_keeps_its_blocks_until_the_step_is_over() -> None:
+    """Guards against a block that is given away while a running step still writes it."""
+    sim = Sim()
+    request = make_request("r", letters(1, 60), max_tokens=5)
+    sim.add(request)
+    step = sim.schedule()
+    assert step is not None
+    sim.cancel(request)
+    assert sim.finals == [request]
+    assert sim.pool.num_held == 4
+    sim.commit(step)
+    assert request.output == []
+    assert sim.pool.num_held == 0
+    assert not sim.scheduler.has_work
+
+
+def test_bad_logits_end_their_own_request_only() -> None:
+    """Guards against one request's NaN ending everybody's answer."""
+    sim = Sim()
+    good, bad = (make_request(f"r{i}", letters(i, 30), max_tokens=20) for i in range(2))
+    sim.add(good, bad)
+    sim.run_until(lambda: len(bad.output) == 4)
+    sim.runner.bad.add(bad)
+    sim.run()
+    assert (bad.finish_reason, len(bad.output)) == (FinishReason.ERROR, 4)
+    assert isinstance(bad.error, EngineError)
+    assert tuple(good.output) == alone(good, 20)
+    assert sim.pool.num_held == 0
+
+
+def test_a_failed_step_ends_whom_it_concerns_and_nobody_else() -> None:
+    """Guards against a fault that takes neighbours with it, leaks, or is reported without its cause."""
+    sim = Sim()
+    good, bad = (make_request(f"r{i}", letters(i, 30), max_tokens=20) for i in range(2))
+    sim.add(good, bad)
+    sim.run_until(lambda: len(bad.output) == 4)
+    step = sim.schedule()
+    assert step is not None
+    error = EngineError("broken")
+    outputs = sim.scheduler.abort(step, end=[bad], error=error)
+    assert [(o.request, o.finish_reason, o.error, o.num_tokens) for o in outputs] == [(bad, "error", error, 4)]
+    sim.scheduler.check()
+    sim.run()
+    assert tuple(good.output) == alone(good, 20)
+
+
+def test_end_all_leaves_nothing_behind() -> None:
+    """Guards against clients that wait for ever on an engine that died in the middle of a step."""
+    sim = Sim(num_blocks=12)
+    requests = [make_request(f"r{i}", letters(i, 60), max_tokens=80) for i in range(4)]
+    sim.add(*requests)
+    sim.run_until(lambda: requests[1].num_preemptions > 0)
+    assert sim.schedule() is not None
+    sim.deliver(sim.scheduler.end_all(FinishReason.ERROR, EngineError("dead")))
+    sim.scheduler.check()
+    assert set(sim.finals) == set(requests)
+    assert not sim.scheduler.has_work
+    assert sim.pool.num_held == 0
+
+
+def test_a_freed_slot_is_used_in_the_next_step() -> None:
+    """Guards against a slot, or blocks, that stand idle for a step."""
+    sim = Sim(replace(LIMITS, max_num_seqs=1), num_blocks=8)
+    first, second = (make_request(f"r{i}", letters(i, 100), max_tokens=2) for i in range(2))
+    sim.add(first, second)
+    sim.run()
+    assert [s.pieces[0].request for s in sim.steps] == [first, first, second, second]
+
+
+def test_two_steps_at_once_are_refused() -> None:
+    """Guards against an engine loop that forgets a step: its tokens would be computed twice."""
+    sim = Sim()
+    sim.add(make_request("r", letters(1, 10)))
+    sim.schedule()
+    with pytest.raises(RuntimeError, match="neither committed nor aborted"):
+        sim.scheduler.schedule()
