@@ -143,6 +143,14 @@ def test_control_tokens_are_read_only_where_asked(gpt2: Tokenizer) -> None:
     assert gpt2.decode(plain) == text
 
 
+def test_added_tokens_are_found_before_the_text_is_normalised() -> None:
+    """Qwen's own tokenizer reads `[e´]` (two characters) as text, although NFC makes the token's text of it."""
+    tokenizer = Tokenizer.from_gguf(metadata("qwen2", **with_tokens(("[\u00e9]", USER_DEFINED))))
+    added = len(VOCABULARY["tokens"])
+    assert tokenizer.encode("[\u00e9]", add_bos=False, parse_special=False) == [added]
+    assert added not in tokenizer.encode("[e\u0301]", add_bos=False, parse_special=False)
+
+
 @pytest.mark.parametrize(
     ("pre", "added", "text"),
     [

@@ -15,7 +15,7 @@ from jinja2 import Environment, nodes, pass_environment, pass_eval_context
 from jinja2.exceptions import SecurityError
 from jinja2.filters import FILTERS
 
-from chairlift.models.sandbox_budget import CONTAINERS, ELEMENT, TooMuch, current, text_units
+from chairlift.models.sandbox_budget import ELEMENT, TooMuch, current, text_units
 
 _MAX_ELEMENTS = 128 << 10
 _MAX_INT_BITS = 4096
@@ -47,10 +47,10 @@ def bounded_filters() -> dict[str, Callable[..., Any]]:
 def _of_few(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def of_few(*args: Any, **kwargs: Any) -> Any:
-        values = [list(value) if isinstance(value, Iterator) else value for value in args]
+        values: list[Any] = [list(value) if isinstance(value, Iterator | range) else value for value in args]
         for value in values:
             current().weigh(value)
-            if isinstance(value, (str, *CONTAINERS)) and len(value) > _MAX_ELEMENTS:
+            if len(value if isinstance(value, str | list | tuple | dict) else ()) > _MAX_ELEMENTS:
                 raise TooMuch("it works on too large a value")
         return function(*values, **kwargs)
 

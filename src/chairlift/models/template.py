@@ -28,8 +28,8 @@ class ChatTemplate:
     """A compiled chat template; any number of threads may render it at once.
 
     `tokenizer_specials` are the names that a template may write for control tokens (`bos_token`, `eos_token`, ...), as
-    `Tokenizer.special_tokens` has them. `now` is the clock behind `strftime_now`. `source` is the template's text. Raises
-    ModelError for a template that does not compile.
+    `Tokenizer.special_tokens` has them. `now` is the clock behind `strftime_now`. `source` is the template's text.
+    Raises ModelError for a template that does not compile.
     """
 
     def __init__(
