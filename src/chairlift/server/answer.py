@@ -83,6 +83,7 @@ class Answer:
     loaded: Loaded
     choices: list[_Choice]
     created: int
+    has_warned: bool = False  # warnings ride on a stream's first chunk
 
     @classmethod
     def to(cls, job: Job, requests: Sequence[Request], loaded: Loaded) -> Answer:
@@ -108,13 +109,9 @@ class Answer:
         return body
 
     def opening(self) -> list[Json]:
-        """The first chunks: a chat's roles. Warnings ride on the first, which for text is one without choices."""
+        """The first chunks of a chat: its roles. A text has none."""
         role = {"role": "assistant", "content": ""}
-        chunks = [self._chunk([_chat_choice(i, role)]) for i in range(len(self.choices))] if self.is_chat else []
-        if self.job.warnings:
-            chunks = chunks or [self._chunk([])]
-            chunks[0]["warnings"] = list(self.job.warnings)
-        return chunks
+        return [self._chunk([_chat_choice(i, role)]) for i in range(len(self.choices))] if self.is_chat else []
 
     def chunks(self, delta: Delta) -> list[Json]:
         """The chunks that one choice's news make: content, and an empty one with the reason when it has ended."""
@@ -159,6 +156,9 @@ class Answer:
         chunk["choices"] = choices
         if self.job.include_usage:
             chunk["usage"] = None
+        if self.job.warnings and not self.has_warned:
+            chunk["warnings"] = list(self.job.warnings)
+            self.has_warned = True
         return chunk
 
     def _piece_choice(self, index: int, piece: Piece) -> Json:

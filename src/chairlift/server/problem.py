@@ -16,7 +16,6 @@ from starlette.responses import Response
 from chairlift.errors import (
     ChairliftError,
     ContextLengthExceeded,
-    EngineError,
     QueueFull,
     RequestError,
     Unauthorized,
@@ -115,7 +114,7 @@ def clip(text: str, limit: int = MAX_NAME_CHARS) -> str:
 
 def error_body(error: Exception) -> dict[str, Any]:
     """The body for any exception; what is not ours is only called an internal error."""
-    known = error if isinstance(error, ChairliftError) else EngineError("internal error; the server's log has more")
+    known = error if isinstance(error, ChairliftError) else ChairliftError("internal error; the log has more")
     is_ours = known.http_status >= 500
     detail: dict[str, Any] = {
         "message": clip(str(known), MAX_MESSAGE_CHARS),
