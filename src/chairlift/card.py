@@ -107,25 +107,26 @@ def render(loaded: Loaded, url: str | None = None) -> Group:
         table.add_row(label, Text(text))
     parts: list[RenderableType] = [table]
     if url is not None:
-        # Not wrapped by us: a command must survive being copied.
-        parts += [Text(f"\nserving on {url}\n"), Text(example(loaded, url), overflow="ignore", no_wrap=True)]
+        parts += [Text(f"\nserving on {url}\n"), Text(example(loaded, url))]
     return Group(*parts)
 
 
 def example(loaded: Loaded, url: str) -> str:
-    """A curl command that gets an answer."""
-    body: dict[str, Any] = {"model": loaded.plan.model_name}
+    """A curl command that gets an answer, in lines that a narrow terminal does not break."""
+    body: dict[str, Any] = {"model": loaded.plan.model_name, "temperature": 0}
     if loaded.template is None:
         endpoint = "completions"
         body["prompt"] = "The capital of France is"
     else:
         endpoint = "chat/completions"
         body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
-    key = ' -H "Authorization: Bearer $API_KEY"' if loaded.config.api_key else ""
-    return (
-        f"curl {url}/v1/{endpoint}{key} -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
-    )
+    parts = [f"curl {url}/v1/{endpoint}"]
+    if loaded.config.api_key:
+        parts.append('-H "Authorization: Bearer $API_KEY"')
+    parts.append("-H 'Content-Type: application/json'")
+    text = json.dumps(body, ensure_ascii=False).replace(', "messages"', ',\n  "messages"')
+    parts.append(f"-d {shlex.quote(text)}")
+    return " \\\n  ".join(parts)
 
 
 def _count(number: int, noun: str) -> str:

@@ -179,8 +179,8 @@ def process_age_s(root: Path = Path("/")) -> float:
     return max(0.0, float(uptime.split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def measure_bandwidth(file: Path, threads: int, *, max_bytes: int = 256 * 1024**2, repeats: int = 3) -> float:
-    """Bytes/s that `threads` threads read together, over a model's own bytes: the best of a few passes.
+def measure_bandwidth(file: Path, threads: int, *, max_bytes: int = 256 * 1024**2) -> float:
+    """Bytes/s that `threads` threads read together, over a model's own bytes: the best pass of 40 ms, or of three.
 
     These are about the bytes that each token reads, so a cache that helps here helps there too. Tens of milliseconds,
     and no memory of its own to touch: a figure for the start card, not a benchmark; a busy neighbour lowers it.
@@ -190,8 +190,9 @@ def measure_bandwidth(file: Path, threads: int, *, max_bytes: int = 256 * 1024**
     mapped = np.memmap(file, np.uint8, mode="r")
     words = mapped[: min(len(mapped), max_bytes) // 8 * 8].view(np.int64)
     parts = [part for part in np.array_split(words, threads) if len(part)]
-    best = math.inf
-    for _ in range(repeats):
+    best, passes, begin = math.inf, 0, time.perf_counter()
+    while passes < 3 or time.perf_counter() - begin < 0.04:
+        passes += 1
         readers = [threading.Thread(target=part.max) for part in parts]
         start = time.perf_counter()
         for reader in readers:
