@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from chairlift.engine.detok import Detokenizer
-from chairlift.engine.stops import StopMatcher
 
+from chairlift.engine.detok import Detokenizer
 from chairlift.engine.request import Request, SamplingParams
+from chairlift.engine.stops import StopMatcher
 from chairlift.kernels.ops import F32, MAX_TOP, LogitResult, StepArrays
 from chairlift.models.spec import ModelSpec, RopeSpec
 from chairlift.plan import Plan
@@ -81,6 +81,10 @@ class FakeModel:
         self.block_size = block_size
         self.before_run = before_run
         self.rows_run: list[int] = []
+
+    @property
+    def load_s(self) -> Mapping[str, float]:
+        return {}
 
     @property
     def weight_bytes(self) -> int:

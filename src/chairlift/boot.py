@@ -121,7 +121,8 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
         plan = plans.resolve(config, spec, machine, on_disk, isa=isa)
         with _timed(timings, "bandwidth"):
             bandwidth = machines.measure_bandwidth(path, plan.threads)
-        with _timed(timings, "weights and KV"):
+        loading: dict[str, float] = {}
+        with _timed(loading, "weights and KV"):
             model = backend.load(
                 spec,
                 registry.forward_for(spec.architecture),
@@ -130,6 +131,7 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
                 max_rows=plan.max_num_batched_tokens,
                 threads=plan.threads,
             )
+        timings |= model.load_s or loading  # the parts, where the backend tells them apart
         with _timed(timings, "tokenizer"):  # built meanwhile; this is what was left of it
             template = _template(file.metadata, tokenizer.result())
     tied = tensors[registry.HEAD] is tensors[registry.EMBEDDING]

@@ -6,6 +6,7 @@ Owns which activation lives in which buffer. What is fused is decided in `record
 from __future__ import annotations
 
 import mmap
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,20 +70,26 @@ class NativeBackend:
         recorder = record.Recorder(spec)
         forward(recorder, spec, tensors)
         with _errors_in_words(spec):
+            start_s = time.perf_counter()
             pool = _native.Pool(threads)
             sizes = (spec.num_layers, kv.num_blocks, spec.num_kv_heads, spec.head_dim)
             cache = _native.make_cache(kv.dtype, sizes, pool)
+            cached_s = time.perf_counter()
             program = _native.Program(self.isa, pool, cache, max_rows, spec.vocab_size)
             emitter = Emitter(program, pool)
             emitter.emit(record.fuse(recorder.nodes, WEIGHT_KINDS))
             program.finish()
-        return NativeModel(program, cache, spec.vocab_size)
+        load_s = {"KV": cached_s - start_s, "weights": time.perf_counter() - cached_s}
+        return NativeModel(program, cache, spec.vocab_size, load_s)
 
 
 class NativeModel:
     """A loaded model: one Program and its KV pool."""
 
-    def __init__(self, program: _native.Program, cache: _native.KVCache, vocab_size: int) -> None:
+    def __init__(
+        self, program: _native.Program, cache: _native.KVCache, vocab_size: int, load_s: Mapping[str, float]
+    ) -> None:
+        self.load_s = load_s
         self._program = program
         self._cache = cache
         self._vocab_size = vocab_size

@@ -140,6 +140,10 @@ class Model(Protocol):
     def kv_bytes(self) -> int:
         """Bytes that the KV pool takes."""
 
+    @property
+    def load_s(self) -> Mapping[str, float]:
+        """Seconds that the parts of loading took, in order, for the start card; empty when not told apart."""
+
     def run(self, step: StepArrays) -> LogitResult:
         """Runs one step; releases the GIL while it computes. Raises EngineError when the step itself is malformed."""
 

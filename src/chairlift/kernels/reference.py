@@ -84,6 +84,11 @@ class ReferenceModel:
         """Bytes that the KV pool takes."""
         return sum(cache.nbytes for pair in self._pools for cache in pair)
 
+    @property
+    def load_s(self) -> Mapping[str, float]:
+        """Not told apart."""
+        return {}
+
     def run(self, step: StepArrays) -> LogitResult:
         """Runs one step. Raises EngineError when it is malformed."""
         check_step(step, vocab_size=self._spec.vocab_size, kv=self._kv, max_rows=self._max_rows)
