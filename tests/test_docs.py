@@ -27,12 +27,22 @@ def blocks(path: Path, language: str) -> Iterator[str]:
 
 
 def commands(path: Path) -> Iterator[list[str]]:
-    """Shell commands in fenced code, one per line, continuation lines joined, comments dropped."""
+    """Shell commands in fenced code: continuation lines and open quotes joined, comments dropped."""
     for block in blocks(path, "sh"):
+        text = ""
         for line in block.replace("\\\n", " ").splitlines():
-            for command in re.split(r" && ", line):
-                if words := shlex.split(command, comments=True):
-                    yield words
+            text = f"{text}\n{line}" if text else line
+            try:
+                words = shlex.split(text, comments=True)
+            except ValueError:
+                continue  # a quote is still open
+            text = ""
+            while "&&" in words:
+                yield words[: words.index("&&")]
+                words = words[words.index("&&") + 1 :]
+            if words:
+                yield words
+        assert not text, f"{path}: a quote that is never closed"
 
 
 def anchors(path: Path) -> set[str]:
