@@ -108,9 +108,11 @@ def test_generate_reads_standard_input_and_seeds(run: Run, tiny: str) -> None:
 
 
 def test_raw_is_not_the_chat_template(run: Run, tiny: str) -> None:
-    """--raw accepted and ignored."""
+    """--raw accepted and ignored, or --system where there is no conversation."""
     args = ("generate", "hello", "--model", tiny, "--max-tokens", "8")
     assert run(*args)[1] != run(*args, "--raw")[1]
+    assert run(*args, "--system", "Be brief.")[1] != run(*args)[1]
+    assert run(*args, "--raw", "--system", "Be brief.")[0] == 2
 
 
 def test_chat_keeps_history_until_cleared(run: Run, tiny: str) -> None:
@@ -196,6 +198,9 @@ def test_models_and_version(run: Run, tmp_path: Path) -> None:
         (["serve", "--config", "/nowhere.toml"], 2, "/nowhere.toml"),
         (["info", "no-such-model"], 1, "no-such-model"),
         (["info", "/nowhere/x.gguf"], 1, "/nowhere/x.gguf"),
+        (["generate", "x", "--temperature", "nan"], 2, "--temperature"),
+        (["generate", "x", "--max-tokens", "0"], 2, "--max-tokens"),
+        (["generate", "x", "--stop", ""], 2, "--stop"),
         (["eval", "/nowhere.txt"], 1, "/nowhere.txt"),
         (["pull", "no-such-model"], 1, "no-such-model"),
     ],

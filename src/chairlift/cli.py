@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from chairlift import __version__
+from chairlift import config as kinds
 from chairlift.config import SETTINGS, Config, Setting, load
 from chairlift.engine.request import SamplingParams
 from chairlift.errors import ChairliftError, ConfigError, ModelError
@@ -105,30 +106,39 @@ def _with_settings(*groups: str, positional_model: bool = True) -> Callable[[Cal
     return decorate
 
 
-_SAMPLING = {
-    "max_tokens": Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of the answer.", show_default="up to the context")
-    ],
-    "temperature": Annotated[float, typer.Option(min=0.0, max=10.0, help="0 takes the likeliest token each time.")],
-    "top_p": Annotated[float, typer.Option(min=0.01, max=1.0, help="Sample among the likeliest that sum to this.")],
-    "top_k": Annotated[int, typer.Option(min=0, help="Sample among this many tokens; 0 is all.")],
-    "stop": Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")],
-}
+def _sampling(temperature: float, top_p: float) -> list[Setting]:
+    """How an answer is drawn: rows like those of the Config, but of one request."""
+
+    def row(name: str, kind: kinds.Kind, help: str, default: Any, shown: str = "") -> Setting:
+        repeat = isinstance(default, tuple)
+        return Setting(name, "Sampling", kind, help, default, shown or str(default), repeat, secret=False)
+
+    any_text = kinds.text(pattern=r"[\s\S]+")
+    return [
+        row("max_tokens", kinds.whole(1, 2**24), "Most tokens of the answer.", None, "up to the context"),
+        row("temperature", kinds.real(0, 10), "0 takes the likeliest token each time.", temperature),
+        row("top_p", kinds.real(0.001, 1), "Sample among the likeliest tokens that sum to this.", top_p),
+        row("top_k", kinds.whole(0, 2**24), "Sample among this many tokens; 0 is all.", 0),
+        row("stop", any_text, "End before this text; may be given again.", (), "none"),
+    ]
 
 
-def _with_sampling(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _with_sampling(*, temperature: float, top_p: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the sampling options, and hands it SamplingParams as second argument."""
-    options = [_option(name, annotation, defaults.get(name)) for name, annotation in _SAMPLING.items()]
+    rows = _sampling(temperature, top_p)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(config: Config, **given: Any) -> None:
-            chosen = {name: given.pop(name) for name in _SAMPLING}
-            stop = tuple(chosen.pop("stop") or ())
+            said = {row: given.pop(row.name) for row in rows}
+            chosen = {
+                row.name: row.default if value in (None, []) else row.parse(value, row.flag)
+                for row, value in said.items()
+            }
             seed = secrets.randbits(64) if config.seed is None else config.seed
-            command(config, SamplingParams(**chosen, stop=stop, seed=seed), **given)
+            command(config, SamplingParams(**chosen, seed=seed), **given)
 
         config, _, *own = _parameters(command)
-        return _disguised(run, command, [config, *own, *options])
+        return _disguised(run, command, [config, *own, *map(_setting_option, rows)])
 
     return decorate
 
@@ -165,7 +175,7 @@ def serve(config: Config) -> None:
 
 @app.command()
 @_with_settings(*_LOADING, positional_model=False)
-@_with_sampling(temperature=0.0, top_p=1.0, top_k=0)
+@_with_sampling(temperature=0.0, top_p=1.0)
 def generate(
     config: Config,
     params: SamplingParams,
@@ -177,6 +187,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     with _session(config) as (loaded, session):
         plain = raw or loaded.template is None
+        if plain and system:
+            raise ConfigError("--system needs a chat template, and plain text has none")
         ids = loaded.encode(text, parse_special=True) if plain else loaded.encode_chat(_conversation(system, text))
         for piece in _texts(session, ids, params):
             _write(piece)
@@ -185,7 +197,7 @@ def generate(
 
 @app.command()
 @_with_settings(*_LOADING)
-@_with_sampling(temperature=0.7, top_p=0.95, top_k=0)
+@_with_sampling(temperature=0.7, top_p=0.95)
 def chat(config: Config, params: SamplingParams, system: System = None) -> None:
     """Talk to a model in the terminal. /clear forgets, /quit leaves, Ctrl-C stops an answer."""
     with _session(config) as (loaded, session):
