@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 from starlette.routing import Route
@@ -86,6 +87,20 @@ def test_request_ids_go_in_and_out() -> None:
             assert same[0] != same[1]
 
     run(test())
+
+
+def test_refusals_leave_a_line_without_what_was_sent(caplog: pytest.LogCaptureFixture) -> None:
+    """Fault: an operator cannot see who is refused, or reads what they wrote."""
+
+    async def test() -> None:
+        app = fake_app()
+        async with serving(app) as http:
+            await http.post(CHAT, json={**HELLO, "model": "platypus"}, headers={"x-request-id": "me-1"})
+
+    with caplog.at_level(logging.INFO, "chairlift"):
+        run(test())
+    assert "refused id=me-1 status=404 code=model_not_found" in caplog.text
+    assert "platypus" not in caplog.text
 
 
 def test_unforeseen_failures_are_a_500_in_shape(

@@ -163,6 +163,16 @@ def test_unknown_fields_are_named_or_refused() -> None:
     assert caught.value.param == "num_ctx"
 
 
+def test_what_a_template_does_not_read_is_named() -> None:
+    """Fault: a field of a message, or a variable, is dropped by the template and nobody says so."""
+    fields = {"messages": [{**USER, "name": "me", "weight": None}], "chat_template_kwargs": {"enable_thinking": False}}
+    named = chat(fields).warnings
+    assert ["messages[].name" in named[0], "chat_template_kwargs.enable_thinking" in named[1]] == [True, True]
+    assert chat(fields, template="{{ messages[0].name }}{{ enable_thinking }}").warnings == ()
+    with pytest.raises(UnknownParameter):
+        chat(fields, Config(strict=True))
+
+
 def test_every_field_states_its_limits_and_handling() -> None:
     """Fault: the docs' table has holes."""
     for model in (ChatRequest, CompletionRequest):

@@ -7,6 +7,7 @@ serve():  bind the port ──> accept (503 loading) ──> ready ──> SIGTE
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -188,7 +189,7 @@ def _tell(line: str) -> None:
 def _announce(loaded: Loaded, address: str) -> None:
     from rich.console import Console  # not needed before this moment, and slow to import
 
-    Console(stderr=True).print(card.render(loaded, address))
+    Console(stderr=True).print(card.render(loaded, address), crop=False)
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -198,9 +199,9 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}", hint="choose another --port"
-        ) from None
+        # create_server adds the address to strerror, in its own words.
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}", hint="choose another --port") from None
 
 
 def _url(sock: socket.socket) -> str:

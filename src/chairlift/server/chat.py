@@ -34,6 +34,18 @@ class Template(Protocol):
         """The prompt; RequestError with the template's own words when it refuses."""
 
 
+_KNOWN = frozenset({"role", "content", "tool_calls", "function_call", "audio", "refusal"})
+
+
+def ignored(request: ChatRequest, template: Template) -> list[str]:
+    """What the template cannot have read, as its text does not name it: further fields of messages, and variables."""
+    fields = {name for message in request.messages for name, value in message.items() if value is not None}
+    variables = request.chat_template_kwargs or {}
+    named = [(f"messages[].{name}", name) for name in sorted(fields - _KNOWN)]
+    named += [(f"chat_template_kwargs.{name}", name) for name in sorted(variables)]
+    return [clip(where) for where, name in named if name not in template.source]
+
+
 def render(request: ChatRequest, template: Template | None) -> str:
     """The prompt text of a chat request. RequestError names the message and what is wrong with it."""
     if template is None:

@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import ChairliftError, Unauthorized
 from chairlift.server.body import header
-from chairlift.server.problem import ClientGone, error_response
+from chairlift.server.log import write
+from chairlift.server.problem import ClientGone, error_response, status_of
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,9 @@ class Errors:
                 log.exception("request %s failed", caller(scope).request_id)
             if has_started:
                 return
-            self._on_refused(error.code if isinstance(error, ChairliftError) else ChairliftError.code)
+            code = error.code if isinstance(error, ChairliftError) else ChairliftError.code
+            write("refused", {"id": caller(scope).request_id, "status": status_of(error), "code": code})
+            self._on_refused(code)
             await error_response(error)(scope, receive, send)
 
 

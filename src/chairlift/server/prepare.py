@@ -15,9 +15,17 @@ from chairlift.engine.request import Request, SamplingParams
 from chairlift.errors import ContextLengthExceeded, ModelNotFound, RequestError
 from chairlift.models.tokenizer import Tokenizer
 from chairlift.server.body import parse_json
-from chairlift.server.chat import render
-from chairlift.server.problem import clip
-from chairlift.server.schema import AnyRequest, ChatRequest, CompletionRequest, parse, refuse, stop_strings
+from chairlift.server.chat import ignored, render
+from chairlift.server.problem import UnknownParameter, clip
+from chairlift.server.schema import (
+    MAX_NAMED,
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    parse,
+    refuse,
+    stop_strings,
+)
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is 0: dividing logits by less would leave the range of float32."""
@@ -68,6 +76,7 @@ class Preparer:
         request, warnings = parse(ChatRequest, parse_json(body), strict=self.config.strict)
         model = self._model_name(request)
         text = render(request, self.loaded.template)
+        warnings += self._ignored(request)
         prompt = self._encode(text, add_bos=True, param="messages")
         return self._job(request, f"chatcmpl-{id}", model, [prompt], warnings)
 
@@ -113,6 +122,13 @@ class Preparer:
             echoes = tuple(p if isinstance(p, str) else self.loaded.tokenizer.decode(p) for p in given)
         params = _sampling(body, self.loaded.tokenizer, self.config)
         return Job(body, id, model, tuple(map(tuple, prompts)), echoes, params, tuple(warnings))
+
+    def _ignored(self, request: ChatRequest) -> list[str]:
+        """Warnings about what the template dropped; with --strict the first is an error."""
+        names = [] if self.loaded.template is None else ignored(request, self.loaded.template)
+        if names and self.config.strict:
+            raise UnknownParameter(names[0])
+        return [f"`{name}` was ignored: this model's chat template does not name it" for name in names[:MAX_NAMED]]
 
     def _model_name(self, body: AnyRequest) -> str:
         if body.model is None:

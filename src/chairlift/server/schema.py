@@ -26,7 +26,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
-MAX_UNKNOWN_NAMED = 32
+MAX_NAMED = 32
+"""Most unknown fields that warnings name."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; a chat answer has none but the room left."""
 
@@ -248,7 +249,7 @@ def parse(model: type[B], data: object, *, strict: bool) -> tuple[B, list[str]]:
         raise _explain(model, error) from None
     if isinstance(request, ChatRequest | CompletionRequest):
         _check_together(request)
-    return request, [f"unknown field `{clip(name)}` was ignored" for name in unknown[:MAX_UNKNOWN_NAMED]]
+    return request, [f"unknown field `{clip(name)}` was ignored" for name in unknown[:MAX_NAMED]]
 
 
 def _check_neutral(model: type[BaseModel], data: dict[str, Any], prefix: str) -> list[str]:
