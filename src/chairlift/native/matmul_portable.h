@@ -1,7 +1,8 @@
 // One block of 8 outputs x 32 inputs (half a panel) against int8 activations: plain loops.
 #pragma once
 
-#include "layout.h"
+#include <type_traits>
+
 #include "simd.h"
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
@@ -9,41 +10,66 @@ namespace chairlift::CHAIRLIFT_ISA_NS {
 static constexpr int kMaxTile = 4;
 static constexpr int kMaxFloatTile = 2;
 
-// Input by input, so that the inner loop runs over outputs.
+// Half of each 64-byte vector of the block: 8 outputs x 4 inputs side by side.
+static constexpr int kHalf = 4 * kLanes;
+
+// Weights stay where they are: bytes meet activations repeated for each output, and every four products are added last.
 struct Block {
-    int16_t w[kBlock][kLanes];
+    const uint8_t* half;
 };
 
-CHAIRLIFT_INLINE Block load_nibbles(const uint8_t* p, int part) {
-    Block block;
-    for (int k = 0; k < kBlock / 2; ++k) {
-        const uint8_t* bytes = p + 64 * (k / 4) + 32 * part + k % 4;
-        for (int i = 0; i < kLanes; ++i) {
-            block.w[k][i] = bytes[4 * i] & 15;
-            block.w[k + 16][i] = bytes[4 * i] >> 4;
-        }
-    }
-    return block;
+CHAIRLIFT_INLINE Block load_nibbles(const uint8_t* p, int part) { return {p + kHalf * part}; }
+CHAIRLIFT_INLINE Block load_bytes(const uint8_t* p, int part) { return {p + kHalf * part}; }
+
+// Four activations, repeated for each output.
+struct Repeated {
+    int8_t q[kHalf];
+};
+
+CHAIRLIFT_INLINE Repeated repeat(const int8_t* q) {
+    uint32_t four;
+    memcpy(&four, q, sizeof four);
+    uint32_t copies[kLanes];
+    for (uint32_t& copy : copies) copy = four;
+    Repeated repeated;
+    memcpy(repeated.q, copies, sizeof copies);
+    return repeated;
 }
 
-CHAIRLIFT_INLINE Block load_bytes(const uint8_t* p, int part) {
-    Block block;
-    for (int k = 0; k < kBlock; ++k) {
-        const uint8_t* bytes = p + 64 * (k / 4) + 32 * part + k % 4;
-        for (int i = 0; i < kLanes; ++i) block.w[k][i] = bytes[4 * i];
+// 16-bit sums hold a whole block of 4-bit weights: 8 x 15 x 127 = 15,240.
+CHAIRLIFT_INLINE void add_nibbles(const Block& block, const int8_t* q, int16_t* total) {
+    for (int j = 0; j < 4; ++j) {
+        const uint8_t* both = block.half + 64 * j;
+        const Repeated low = repeat(q + 4 * j);
+        const Repeated high = repeat(q + 4 * j + 16);
+        for (int i = 0; i < kHalf; ++i) {
+            total[i] = static_cast<int16_t>(total[i] + (both[i] & 15) * low.q[i] + (both[i] >> 4) * high.q[i]);
+        }
     }
-    return block;
+}
+
+CHAIRLIFT_INLINE void add_bytes(const Block& block, const int8_t* q, int32_t* total) {
+    for (int j = 0; j < 8; ++j) {
+        const uint8_t* bytes = block.half + 64 * j;
+        const Repeated four = repeat(q + 4 * j);
+        for (int i = 0; i < kHalf; ++i) total[i] += bytes[i] * four.q[i];
+    }
 }
 
 // Sum of (w - Zero) * q over the block, per output, exact.
 template <int Zero>
 CHAIRLIFT_INLINE Vec dot(const Block& block, const int8_t* q, int32_t sum) {
-    int32_t total[kLanes];
-    for (int i = 0; i < kLanes; ++i) total[i] = -Zero * sum;
-    for (int k = 0; k < kBlock; ++k) {
-        for (int i = 0; i < kLanes; ++i) total[i] += block.w[k][i] * q[k];
+    using Total = std::conditional_t<Zero == 128, int32_t, int16_t>;
+    Total total[kHalf] = {};
+    if constexpr (Zero == 128) {
+        add_bytes(block, q, total);
+    } else {
+        add_nibbles(block, q, total);
     }
-    return lanes([&](int i) { return static_cast<float>(total[i]); });
+    return lanes([&](int i) {
+        const int32_t of_output = total[4 * i] + total[4 * i + 1] + total[4 * i + 2] + total[4 * i + 3];
+        return static_cast<float>(of_output - Zero * sum);
+    });
 }
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS
