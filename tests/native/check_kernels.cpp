@@ -1,0 +1,288 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "check.h"
+#include "isa.h"
+#include "kv.h"
+#include "pack.h"
+
+namespace chairlift {
+
+namespace {
+
+constexpr SourceType kTypes[] = {SourceType::f32,  SourceType::f16,  SourceType::bf16,
+                                 SourceType::q8_0, SourceType::q4_0, SourceType::q4_1};
+
+// File bytes of random weights; 16-bit scales are small and finite.
+std::vector<uint8_t> random_weights(SourceType type, int64_t rows, int64_t cols, Random& random) {
+    std::vector<uint8_t> bytes(static_cast<size_t>(rows * source_row_bytes(type, cols)));
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.bits());
+    const auto set = [&](size_t at, float value, bool wide) {
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        const auto half = static_cast<uint16_t>(type == SourceType::bf16 ? bits >> 16 : 0x2000 + random.below(0x400));
+        std::memcpy(&bytes[at], wide ? static_cast<const void*>(&bits) : &half, wide ? 4 : 2);
+    };
+    const int64_t block_bytes = source_row_bytes(type, kBlock);
+    if (!takes_int8(layout_of(type))) {
+        const size_t size = type == SourceType::f32 ? 4 : 2;
+        for (size_t at = 0; at < bytes.size(); at += size) set(at, random.real(), size == 4);
+    } else {
+        for (size_t at = 0; at < bytes.size(); at += static_cast<size_t>(block_bytes)) {
+            set(at, 0.0F, false);
+            if (type == SourceType::q4_1) set(at + 2, 0.0F, false);
+        }
+    }
+    return bytes;
+}
+
+PackedMatrix pack_random(SourceType type, int64_t rows, int64_t cols, Random& random) {
+    const int64_t first = rows / 3;
+    const std::vector<uint8_t> a = random_weights(type, first, cols, random);
+    const std::vector<uint8_t> b = random_weights(type, rows - first, cols, random);
+    std::vector<Source> sources;
+    if (first > 0) sources.push_back({type, a.data(), first});
+    sources.push_back({type, b.data(), rows - first});
+    const ParallelFor in_turn = [](int n, const std::function<void(int)>& body) {
+        for (int i = n; i-- > 0;) body(i);
+    };
+    return pack(sources, cols, in_turn, false);
+}
+
+// Int8 rows as the quantiser leaves them, or the same numbers as f32.
+struct RandomRows {
+    RandomRows(int rows, int64_t cols, Random& random)
+        : q(static_cast<size_t>(rows * cols)), sum(q.size() / kBlock), scale(random.reals(q.size() / kBlock)) {
+        values.resize(q.size());
+        for (size_t i = 0; i < q.size(); ++i) {
+            q[i] = static_cast<int8_t>(random.below(255) - 127);
+            if (i / kBlock >= sum.size()) {
+                values[i] = random.real();
+                continue;
+            }
+            sum[i / kBlock] += q[i];
+            values[i] = static_cast<float>(q[i]) * scale[i / kBlock];
+        }
+    }
+
+    std::vector<int8_t> q;
+    std::vector<int32_t> sum;
+    std::vector<float> scale;
+    std::vector<float> values;
+};
+
+std::vector<float> product(const Kernels& kernels, const PackedMatrix& matrix, const RandomRows& x, int first, int rows) {
+    const int64_t cols = matrix.cols();
+    std::vector<float> out(static_cast<size_t>(rows * matrix.rows()));
+    MatmulArgs args{};
+    args.weights = matrix.view();
+    args.x = {x.values.data() + first * cols, cols, x.q.data() + first * cols, x.scale.data() + first * (cols / kBlock),
+              x.sum.data() + first * (cols / kBlock)};
+    args.num_rows = rows;
+    args.out = out.data();
+    args.out_stride = matrix.rows();
+    const int64_t middle = matrix.num_panels() / 2;
+    kernels.matmul.run(args, middle, matrix.num_panels());
+    kernels.matmul.run(args, 0, middle);
+    return out;
+}
+
+// Against the embedding decoder in f64, and row by row.
+void check_product(const Kernels& kernels, const PackedMatrix& matrix, int rows, Random& random) {
+    const RandomRows x(rows, matrix.cols(), random);
+    const std::vector<float> out = product(kernels, matrix, x, 0, rows);
+    std::vector<float> weights(static_cast<size_t>(matrix.cols()));
+    for (int64_t n = 0; n < matrix.rows(); ++n) {
+        embed_row(matrix.view(), n, weights.data());
+        for (int r = 0; r < rows; ++r) {
+            double expected = 0.0;
+            double size = 1e-30;
+            for (size_t k = 0; k < weights.size(); ++k) {
+                const double term = double{x.values[static_cast<size_t>(r) * weights.size() + k]} * double{weights[k]};
+                expected += term;
+                size += std::fabs(term);
+            }
+            CHECK(std::fabs(double{out[static_cast<size_t>(r * matrix.rows() + n)]} - expected) <= 1e-5 * size);
+        }
+    }
+    for (int r = 0; r < rows; ++r) {
+        const std::vector<float> alone = product(kernels, matrix, x, r, 1);
+        CHECK(std::equal(alone.begin(), alone.end(), out.begin() + r * matrix.rows()));
+    }
+}
+
+SampleParams random_params(int vocab, Random& random) {
+    SampleParams params{};
+    params.temperature = random.below(4) == 0 ? 0.0F : 0.05F + 2.0F * std::fabs(random.real());
+    params.top_p = random.below(2) == 0 ? 1.0F : std::fabs(random.real());
+    params.min_p = random.below(2) == 0 ? 0.0F : std::fabs(random.real());
+    params.repetition_penalty = 1.2F;
+    params.presence_penalty = random.real();
+    params.frequency_penalty = random.real();
+    params.top_k = random.below(vocab + 5);
+    params.num_top = random.below(kMaxTop + 2) - 1;
+    params.target = random.below(3) == 0 ? random.below(vocab) : -1;
+    params.seed = random.bits();
+    return params;
+}
+
+void sample_once(const SampleKernels& kernels, Random& random) {
+    const int vocab = 1 + random.below(700);
+    std::vector<float> logits = random.reals(static_cast<size_t>(vocab));
+    const float spread = static_cast<float>(random.below(4) * 10);
+    for (float& logit : logits) logit = std::round(logit * 64.0F) / 64.0F * spread;
+    const SampleParams params = random_params(vocab, random);
+    std::vector<int32_t> seen(static_cast<size_t>(random.below(vocab + 1)));
+    std::iota(seen.begin(), seen.end(), 0);
+    const std::vector<int32_t> counts(seen.size(), random.below(3));
+    const std::vector<float> bias(seen.size(), random.below(2) == 0 ? -INFINITY : 0.5F);
+    const auto count = static_cast<int32_t>(seen.size());
+    const bool spare = count == vocab;  // a row with every token banned has no answer
+    const Adjustments adjustments{seen.data(), bias.data(), spare ? 0 : count, seen.data(), counts.data(), count};
+    std::vector<float> scratch(2 * logits.size());
+    const SampleResult result = reduce_logits(kernels, logits.data(), vocab, params, adjustments, scratch.data());
+    CHECK(result.finite && result.token >= 0 && result.token < vocab);
+    if (params.target < 0 && !spare && count > 0 && std::isinf(bias[0])) CHECK(result.token >= count);
+    for (int i = 1; i < std::min(params.num_top, vocab); ++i) CHECK(result.top_logprobs[i] <= result.top_logprobs[i - 1]);
+}
+
+struct Sequence {
+    KVShape shape;
+    std::vector<uint8_t> layer;
+    std::vector<int32_t> blocks;
+};
+
+// A cache that holds `length` random tokens in scattered blocks, no byte larger than readers may touch.
+Sequence random_sequence(const Kernels& kernels, const KVShape& shape, int length, Random& random) {
+    const int num_blocks = (length + kBlockTokens - 1) / kBlockTokens;
+    Sequence sequence{shape, {}, std::vector<int32_t>(static_cast<size_t>(num_blocks))};
+    sequence.layer.resize(static_cast<size_t>(num_blocks) * shape.block_bytes + kCacheSlackBytes);
+    for (int b = 0; b < num_blocks; ++b) sequence.blocks[static_cast<size_t>(b)] = num_blocks - 1 - b;
+    const auto width = static_cast<size_t>(shape.num_kv_heads * shape.head_dim);
+    for (int position = 0; position < length; ++position) {
+        const std::vector<float> keys = random.reals(width);
+        const std::vector<float> values = random.reals(width);
+        const int32_t block = sequence.blocks[static_cast<size_t>(position / kBlockTokens)];
+        kernels.attention.write({&sequence.shape, sequence.layer.data(), keys.data(), values.data(),
+                                 block * kBlockTokens + position % kBlockTokens});
+    }
+    return sequence;
+}
+
+// The last `rows` positions of a sequence, together and one by one.
+void attend_once(const Kernels& kernels, KVType type, Random& random) {
+    const int head_dim = 8 * (1 + random.below(16));
+    const int group = 1 + random.below(8);
+    const int rows = 1 + random.below(kMaxTaskQueries / group);
+    const int length = rows + random.below(200);
+    const KVShape shape = kv_shape(type, 1 + random.below(3), head_dim);
+    const Sequence sequence = random_sequence(kernels, shape, length, random);
+    const int stride = group * head_dim;
+    const std::vector<float> queries = random.reals(static_cast<size_t>(rows * stride));
+    const auto attend = [&](int first, int count) {
+        std::vector<float> out(static_cast<size_t>(count * stride));
+        kernels.attention.attend({&sequence.shape, sequence.layer.data(), sequence.blocks.data(), shape.num_kv_heads - 1,
+                                  group, count, length - rows + first, queries.data() + first * stride, stride, out.data(),
+                                  stride, 1.0F / std::sqrt(static_cast<float>(head_dim))});
+        return out;
+    };
+    const std::vector<float> together = attend(0, rows);
+    for (const float value : together) CHECK(std::fabs(value) <= 1.01F);  // a mean of values in [-1, 1)
+    for (int row = 0; row < rows; ++row) {
+        const std::vector<float> alone = attend(row, 1);
+        CHECK(std::equal(alone.begin(), alone.end(), together.begin() + row * stride));
+    }
+}
+
+void rows_once(const ElementwiseKernels& kernels, Random& random) {
+    const int n = 1 + random.below(300);
+    const auto size = static_cast<size_t>(n);
+    const std::vector<float> x = random.reals(size);
+    const std::vector<float> y = random.reals(size);
+    std::vector<float> out(size);
+    kernels.scale(x.data(), y.data(), kernels.inverse_rms(x.data(), n, 1e-5F), n, out.data());
+    kernels.swiglu(x.data(), y.data(), n, out.data());
+    for (size_t i = 0; i < size; ++i) {
+        const double gate = x[i];
+        CHECK(std::fabs(double{out[i]} - gate / (1.0 + std::exp(-gate)) * double{y[i]}) <= 1e-6);
+    }
+    kernels.add(x.data(), y.data(), n, out.data());
+    for (size_t i = 0; i < size; ++i) CHECK(out[i] == x[i] + y[i]);
+}
+
+void quantise_once(const ElementwiseKernels& kernels, Random& random) {
+    const size_t blocks = 1 + static_cast<size_t>(random.below(9));
+    std::vector<float> x = random.reals(blocks * kBlock);
+    if (random.below(4) == 0) x[0] = std::nanf("");
+    if (random.below(4) == 0) std::fill(x.begin(), x.begin() + kBlock, 0.0F);
+    std::vector<int8_t> q(x.size());
+    std::vector<float> scales(blocks);
+    std::vector<int32_t> sums(blocks);
+    kernels.quantise(x.data(), static_cast<int>(x.size()), q.data(), scales.data(), sums.data());
+    for (size_t b = 0; b < blocks; ++b) {
+        CHECK(sums[b] == std::accumulate(q.begin() + static_cast<int64_t>(b) * kBlock,
+                                         q.begin() + static_cast<int64_t>(b + 1) * kBlock, 0));
+    }
+    CHECK(std::count(q.begin(), q.end(), int8_t{-128}) == 0);
+}
+
+void rope_once(const ElementwiseKernels& kernels, Random& random) {
+    const int head_dim = 8 * (1 + random.below(12));
+    const int pairs = 1 + random.below(head_dim / 2);
+    const int heads = 1 + random.below(4);
+    const std::vector<float> x = random.reals(static_cast<size_t>(heads * head_dim));
+    const std::vector<float> cosines = random.reals(static_cast<size_t>(pairs));
+    const std::vector<float> sines = random.reals(static_cast<size_t>(pairs));
+    const RopeRow rope{cosines.data(), sines.data(), pairs, heads, head_dim, random.below(2) == 0};
+    std::vector<float> out(x.size());
+    kernels.rope(x.data(), rope, out.data());
+    std::vector<float> in_place = x;
+    kernels.rope(in_place.data(), rope, in_place.data());
+    CHECK(in_place == out);
+}
+
+}  // namespace
+
+void check_matmul() {
+    for (const Isa isa : available_isas()) {
+        Random random(2);
+        for (const SourceType type : kTypes) {
+            for (int i = 0; i < 12; ++i) {
+                const bool blocks = takes_int8(layout_of(type));
+                const int64_t cols = blocks ? kBlock * (1 + random.below(6)) : 1 + random.below(150);
+                const PackedMatrix matrix = pack_random(type, 1 + random.below(60), cols, random);
+                check_product(kernels(isa), matrix, 1 + random.below(19), random);
+            }
+        }
+    }
+}
+
+void check_sampling() {
+    for (const Isa isa : available_isas()) {
+        Random random(3);
+        for (int i = 0; i < 400; ++i) sample_once(kernels(isa).sample, random);
+    }
+}
+
+void check_rows() {
+    for (const Isa isa : available_isas()) {
+        Random random(4);
+        for (int i = 0; i < 200; ++i) {
+            rows_once(kernels(isa).elementwise, random);
+            quantise_once(kernels(isa).elementwise, random);
+            rope_once(kernels(isa).elementwise, random);
+        }
+    }
+}
+
+void check_attention() {
+    for (const Isa isa : available_isas()) {
+        Random random(5);
+        for (int i = 0; i < 60; ++i) attend_once(kernels(isa), i % 2 == 0 ? KVType::f16 : KVType::int8, random);
+    }
+}
+
+}  // namespace chairlift

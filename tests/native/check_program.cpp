@@ -1,0 +1,123 @@
+#include <algorithm>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "check.h"
+#include "isa.h"
+#include "pack.h"
+#include "program.h"
+
+namespace chairlift {
+
+namespace {
+
+constexpr int kHidden = 64;
+constexpr int kHeadDim = 16;
+constexpr int kVocab = 200;
+constexpr int kMaxRows = 48;
+constexpr int kNumBlocks = 8;
+
+std::shared_ptr<PackedMatrix> random_matrix(int64_t rows, int64_t cols, Random& random) {
+    std::vector<uint8_t> bytes(static_cast<size_t>(rows * source_row_bytes(SourceType::q4_0, cols)));
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.bits());
+    for (size_t at = 1; at < bytes.size(); at += 18) bytes[at] = 0x2C;  // scales of about 1/16
+    const Source source{SourceType::q4_0, bytes.data(), rows};
+    const ParallelFor in_turn = [](int n, const std::function<void(int)>& body) {
+        for (int i = 0; i < n; ++i) body(i);
+    };
+    return std::make_shared<PackedMatrix>(pack({&source, 1}, cols, in_turn, false));
+}
+
+// One layer of a Llama: 4 query heads, 2 KV heads, all projections 4-bit.
+std::unique_ptr<Program> make_program(Isa isa, int threads) {
+    Random random(7);
+    auto pool = std::make_shared<Pool>(threads);
+    auto cache = std::make_shared<KVCache>(kv_shape(KVType::int8, 2, kHeadDim), 1, kNumBlocks, *pool);
+    auto program = std::make_unique<Program>(isa, pool, cache, kMaxRows, kVocab);
+    const Lanes x{program->add_buffer(kHidden, false), 0, kHidden};
+    const Lanes rounded{program->add_buffer(kHidden, true), 0, kHidden};
+    const int qkv = program->add_buffer(128, false);
+    const Lanes queries{qkv, 0, 64};
+    const Lanes keys{qkv, 64, 32};
+    const Lanes values{qkv, 96, 32};
+    const int head = program->add_matrix(random_matrix(kVocab, kHidden, random));
+    const int norm = program->add_vector(random.reals(kHidden));
+    const int rope = program->add_rope({1.0, 0.5, 0.25, 0.125, 0.06, 0.03, 0.01, 0.005}, false);
+    program->embed(head, x);
+    program->rms_norm(x, norm, 1e-5F, rounded);
+    program->matmul(rounded, program->add_matrix(random_matrix(128, kHidden, random)), -1, {}, {qkv, 0, 128});
+    program->rope(queries, rope, queries);
+    program->rope(keys, rope, keys);
+    program->write_kv(keys, values, 0);
+    program->attend(queries, 0, queries);
+    program->quantise(queries, rounded);
+    program->matmul(rounded, program->add_matrix(random_matrix(kHidden, 64, random)), -1, x, x);
+    program->rms_norm(x, norm, 1e-5F, rounded);
+    const Lanes gate{program->add_buffer(192, false), 0, 96};
+    const Lanes up{gate.buffer, 96, 96};
+    const Lanes product{program->add_buffer(96, true), 0, 96};
+    program->matmul(rounded, program->add_matrix(random_matrix(192, kHidden, random)), -1, {}, {gate.buffer, 0, 192});
+    program->swiglu(gate, up, product);
+    program->matmul(product, program->add_matrix(random_matrix(kHidden, 96, random)), -1, x, x);
+    program->logits(x, norm, 1e-5F, head);
+    program->finish();
+    return program;
+}
+
+// Rows [begin, end) of one sequence in blocks 0, 1, ..., all of them with logits.
+std::vector<float> run_rows(Program& program, int begin, int end) {
+    const auto rows = static_cast<size_t>(end - begin);
+    std::vector<int32_t> positions(rows);
+    std::iota(positions.begin(), positions.end(), begin);
+    std::vector<int32_t> tokens(rows);
+    for (size_t i = 0; i < rows; ++i) tokens[i] = positions[i] * 37 % kVocab;
+    std::vector<int32_t> index(rows);
+    std::iota(index.begin(), index.end(), 0);
+    std::vector<int32_t> blocks(static_cast<size_t>((end + kBlockTokens - 1) / kBlockTokens));
+    std::iota(blocks.begin(), blocks.end(), 0);
+    const std::vector<int32_t> seq_starts{0, end - begin};
+    const std::vector<int32_t> table_starts{0, static_cast<int32_t>(blocks.size())};
+    const std::vector<int32_t> no_entries(rows + 1);
+    SampleParams params{};
+    params.temperature = params.top_p = params.repetition_penalty = 1.0F;
+    params.target = -1;
+    params.num_top = 5;
+    const std::vector<SampleParams> sample(rows, params);
+    std::vector<int32_t> sampled(rows);
+    std::vector<float> logprobs(rows);
+    std::vector<int32_t> top_ids(rows * kMaxTop);
+    std::vector<float> top_logprobs(rows * kMaxTop);
+    const auto finite = std::make_unique<bool[]>(rows);
+    std::vector<float> logits(rows * kVocab);
+    // Slots equal positions, as the blocks are 0, 1, ...
+    const Step step{tokens, positions,  positions, seq_starts, table_starts, blocks, index,
+                    sample, no_entries, {},        {},         no_entries,   {},     {}};
+    program.run(step, {sampled, logprobs, top_ids, top_logprobs, {finite.get(), rows}, logits});
+    CHECK(std::all_of(finite.get(), finite.get() + rows, [](bool ok) { return ok; }));
+    return logits;
+}
+
+// The first `rows` positions in chunks of `chunk`.
+std::vector<float> run_chunks(Program& program, int rows, int chunk) {
+    std::vector<float> all;
+    for (int begin = 0; begin < rows; begin += chunk) {
+        const std::vector<float> part = run_rows(program, begin, std::min(rows, begin + chunk));
+        all.insert(all.end(), part.begin(), part.end());
+    }
+    return all;
+}
+
+}  // namespace
+
+void check_program() {
+    for (const Isa isa : available_isas()) {
+        const std::vector<float> whole = run_rows(*make_program(isa, 1), 0, kMaxRows);
+        for (const int threads : {1, 2, 4}) {
+            const std::unique_ptr<Program> program = make_program(isa, threads);
+            for (const int chunk : {1, 5, 16, kMaxRows}) CHECK(run_chunks(*program, kMaxRows, chunk) == whole);
+        }
+    }
+}
+
+}  // namespace chairlift
