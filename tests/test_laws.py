@@ -22,7 +22,7 @@ from chairlift.engine.scheduler import Limits, Scheduler
 from chairlift.engine.stops import StopMatcher
 from chairlift.kernels.ops import KVDtype, KVLayout, Model
 from chairlift.models.gguf import GGUFFile
-from chairlift.models.registry import forward_for, read_spec
+from chairlift.models.registry import forward_for, model_tensors, read_spec
 
 VOCAB_BYTES = tuple(bytes([i % 256]) for i in range(400))
 NUM_BLOCKS = 40
@@ -94,8 +94,8 @@ def load(path: Path, backend: str, kv_dtype: KVDtype) -> Model:
     with closing(GGUFFile.open(path)) as file:
         spec = read_spec(file)
         layout = KVLayout(NUM_BLOCKS, 16, kv_dtype)
-        forward = forward_for(spec.architecture)
-        return make_backend(backend).load(spec, forward, file.tensors, layout, max_rows=MAX_ROWS, threads=2)
+        forward, tensors = forward_for(spec.architecture), model_tensors(spec, file.tensors)
+        return make_backend(backend).load(spec, forward, tensors, layout, max_rows=MAX_ROWS, threads=2)
 
 
 def request_of(name: str, prompt: Sequence[int], **params: object) -> Request:
