@@ -68,14 +68,17 @@ uint8_t* allocate(int64_t bytes) {
     return static_cast<uint8_t*>(memory);
 }
 
-// Where a row's 32 weights of one block go inside that block's 256 bytes.
+// Where a row's 32 weights of one block go inside that block: four inputs side by side in each vector.
 void put_nibbles(const uint8_t* packed, int row, uint8_t* block) {
-    for (int k = 0; k < kBlock / 2; ++k) block[64 * (k / 4) + 4 * row + k % 4] = packed[k];
+    for (int j = 0; j < 4; ++j) memcpy(block + 64 * j + 4 * row, packed + 4 * j, 4);
 }
 
 void put_bytes(const uint8_t* weights, int row, uint8_t* block) {
-    for (int k = 0; k < kBlock; ++k) {
-        block[64 * (k / 4) + 4 * row + k % 4] = static_cast<uint8_t>(weights[k] ^ 0x80U);  // q + 128
+    for (int j = 0; j < 8; ++j) {
+        uint32_t four;
+        memcpy(&four, weights + 4 * j, sizeof four);
+        four ^= 0x80808080U;  // q + 128
+        memcpy(block + 64 * j + 4 * row, &four, sizeof four);
     }
 }
 
