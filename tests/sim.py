@@ -7,6 +7,7 @@ reused by mistake changes the text, as it would with real keys and values.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -41,7 +42,8 @@ def make_request(
 
 def letters(seed: int, num_tokens: int) -> tuple[int, ...]:
     """A prompt of lower-case letters, different for every seed."""
-    return tuple(97 + (seed * 7919 + i * i * 31 + i * seed) % 26 for i in range(num_tokens))
+    choose = random.Random(seed).randrange
+    return tuple(97 + choose(26) for _ in range(num_tokens))
 
 
 def next_token(history: Sequence[int]) -> int:

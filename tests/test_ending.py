@@ -98,6 +98,8 @@ def test_min_tokens_holds_off_every_kind_of_stop() -> None:
     assert told(feed(request, [*b"a", EOS, *b"ba"])) == ("ab", STOP, 4)
     request = make_request("r", b"p", min_tokens=3, stop_token_ids=frozenset(b"!"))
     assert told(feed(request, [*b"!x!!"])) == ("!x!", STOP, 4)
+    request = make_request("r", b"p", min_tokens=3, stop=("a",))
+    assert told(feed(request, [*b"aba"])) == ("ab", STOP, 3)
 
 
 def test_an_event_carries_text_logprobs_or_an_end() -> None:

@@ -59,6 +59,21 @@ def test_static_ends_when_its_last_member_is_cancelled() -> None:
     assert sim.scheduler.num_running == 0
 
 
+def test_static_waits_for_preempted_members_too() -> None:
+    """Guards against a batch that is called ended while a member waits to come back."""
+    sim = make_sim("static", num_slots=4, num_blocks=8)
+    requests = make_requests(60, 50, 40, 60)
+    sim.add(*requests)
+    sim.step()
+    batch = [r for r in requests if r.output]
+    assert len(batch) > 2
+    while not all(r.is_finished for r in batch):
+        assert sim.finals == []
+        sim.step()
+    assert set(sim.finals) == set(batch)
+    assert sum(r.num_preemptions for r in batch) > 1
+
+
 def test_serial_is_one_at_a_time() -> None:
     """Guards against a yardstick that batches."""
     sim = make_sim("serial")

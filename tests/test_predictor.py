@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from chairlift.engine import predictor as predictor_module
 from chairlift.engine.predictor import StepTime
 from sim import Cost
 
@@ -78,6 +79,19 @@ def test_long_sameness_is_not_forgetting() -> None:
     assert worst_error(predictor, SLOW, rng) < 0.1
     learn(predictor, SLOW, rng, 200)
     assert worst_error(predictor, SLOW, rng) < 0.08
+
+
+def test_what_is_never_seen_is_not_endlessly_unsure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against one bad measurement being believed whole after days of steps that were all alike."""
+    monkeypatch.setattr(predictor_module, "_DRIFT_EACH", 0.5)  # days in a second
+    rng = random.Random(5)
+    predictor = StepTime()
+    learn(predictor, SLOW, rng, 400)
+    for _ in range(5000):
+        predictor.observe(1, 500, 1, SLOW.predict(1, 500, 1))
+    before_s = predictor.predict(200, 200_000, 1)
+    predictor.observe(200, 200_000, 1, 100 * before_s)
+    assert predictor.predict(200, 200_000, 1) < 15 * before_s
 
 
 def test_predictions_never_fall_when_a_step_grows() -> None:

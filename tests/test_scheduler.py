@@ -9,6 +9,7 @@ import pytest
 
 from chairlift.engine.predictor import StepTime
 from chairlift.engine.request import FinishReason, Request
+from chairlift.engine.step import Piece, Step
 from chairlift.errors import ContextLengthExceeded, EngineError, RequestError
 from sim import LIMITS, Cost, Sim, alone, letters, make_request, run_alone
 
@@ -24,6 +25,12 @@ def streaming(sim: Sim, *lengths: int) -> list[Request]:
     for request in requests:
         sim.token_times_s[request] = [sim.now_s]
     return requests
+
+
+def added_s(sim: Sim, pieces: list[Piece]) -> float:
+    """Seconds that some pieces add to a step."""
+    kv_tokens = Step(tuple(pieces), 0.0).kv_tokens_read
+    return sim.cost.predict(sum(p.num_tokens for p in pieces), kv_tokens, 0) - sim.cost.base_s
 
 
 # -- bounded gaps -----------------------------------------------------------------------------------------------------
@@ -116,20 +123,26 @@ def test_a_short_prompt_does_not_wait_for_long_ones(num_streams: int, batched_to
     assert sim.run_until(lambda: bool(short.output)) <= 2 + 50 // least_share
 
 
-def test_a_long_prompt_does_not_starve_behind_short_ones() -> None:
-    """Guards against shortest first without a limit: the oldest prompt always gets its half."""
-    sim = Sim(replace(LONG, max_gap_s=0.1))
+@pytest.mark.parametrize("batched_tokens", [100, 4096])
+def test_a_long_prompt_does_not_starve_behind_short_ones(batched_tokens: int) -> None:
+    """Guards against shortest first without a limit: the oldest prompt gets half of the seconds, and of the rows."""
+    sim = Sim(replace(LONG, max_gap_s=0.1, max_num_batched_tokens=batched_tokens))
     streaming(sim, 20)
-    long = make_request("long", letters(50, 4000), max_tokens=1)
+    long = make_request("long", letters(50, 3000), max_tokens=1)
     sim.add(long)
-    num_steps = 0
-    while not long.output:
-        if sim.scheduler.num_waiting < 3:
-            sim.add(make_request(f"short{num_steps}", letters(60 + num_steps, 150), max_tokens=1))
-        sim.step()
-        num_steps += 1
-    assert num_steps < 2.5 * 4000 / 150
-    assert sum(r.id.startswith("short") for r in sim.finals) > 10
+    shares = []
+    for i in range(1000):
+        if long.output:
+            break
+        sim.add(*(make_request(f"short{i}.{j}", letters(1000 + 2 * i + j, 150), max_tokens=1) for j in range(2)))
+        step = sim.schedule()
+        assert step is not None
+        prompts = [p for p in step.pieces if p.request.num_uncomputed > 1]
+        shares.append(added_s(sim, [p for p in prompts if p.request is long]) / added_s(sim, prompts))
+        sim.commit(step)
+    assert long.output
+    assert min(shares[:-1]) > 0.3, "half, less the rounding to whole blocks"
+    assert sum(r.id.startswith("short") for r in sim.finals) > 0.3 * len(shares)
 
 
 def test_chunks_end_on_a_blocks_edge_when_they_can() -> None:
@@ -243,6 +256,30 @@ def test_the_preempted_come_back_before_those_that_wait() -> None:
     assert young.is_finished or young.block_table
     sim.run()
     assert sim.finals == [old, young, late]
+
+
+def test_decodes_may_outgrow_what_was_kept_for_them() -> None:
+    """Guards against a long prompt that takes blocks which are no longer there, since decodes have grown meanwhile."""
+    num_preempted = 0
+    for num_blocks in range(56, 66):
+        sim = Sim(replace(LIMITS, max_num_batched_tokens=38), num_blocks=num_blocks)
+        streams = [make_request(f"s{i}", letters(i, 14), max_tokens=50 + i) for i in range(4)]
+        prompt = make_request("p", letters(9, 800), max_tokens=3)
+        sim.add(*streams, prompt)
+        sim.run()
+        assert tuple(prompt.output) == alone(prompt, 3)
+        num_preempted += prompt.num_preemptions
+    assert num_preempted > 0
+
+
+def test_of_several_preempted_the_oldest_comes_back_first() -> None:
+    """Guards against an order that turns with every preemption, so that somebody is always last."""
+    sim = Sim(num_blocks=12)
+    requests = [make_request(f"r{i}", letters(i, 40), max_tokens=130) for i in range(3)]
+    sim.add(*requests)
+    sim.run_until(lambda: all(r.num_preemptions for r in requests[1:]))
+    sim.run()
+    assert sim.finals == requests
 
 
 # -- leaving ----------------------------------------------------------------------------------------------------------

@@ -74,10 +74,8 @@ class StepTime:
     def _drift(self) -> None:
         """A step has passed: less is sure than before."""
         sizes = [max(w, _SMALLEST * p) for w, p in zip(self._weights, self._prior, strict=True)]
-        for i, size in enumerate(sizes):
-            if self._cov[i][i] > (_MAX_UNSURE * size) ** 2:
-                sizes[i] = 0.0  # unsure enough
         for i, (row, size) in enumerate(zip(self._cov, sizes, strict=True)):
-            row[i] += (_DRIFT_EACH * size) ** 2
+            if row[i] < (_MAX_UNSURE * size) ** 2:
+                row[i] += (_DRIFT_EACH * size) ** 2
             for j in range(4):
                 row[j] += _DRIFT_ALL**2 * size * sizes[j]

@@ -108,6 +108,7 @@ class Scheduler:
         for request in self._running:
             room = len(request.block_table) * self._pool.block_size
             assert request.num_computed <= room, f"{request.id} has computed more than its blocks hold"
+        assert self._displaced <= {*self._running, *self._resuming}, "a request that has left is remembered"
 
     # -- in and out ---------------------------------------------------------------------------------------------------
 
@@ -258,7 +259,7 @@ class Scheduler:
         """The blocks that a request can share from where it stands; at least one token is left to compute."""
         size = self._pool.block_size
         start = request.num_computed
-        if start % size or start + size >= request.num_tokens or not _takes_hits(request):
+        if start % size or not _takes_hits(request):
             return []
         parent = self._parent(request, start // size)
         hits: list[int] = []
