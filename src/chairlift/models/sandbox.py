@@ -163,8 +163,8 @@ class _Guards(NodeTransformer):
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        # A comparison or search takes no longer than its right side is large.
         self.generic_visit(node)
-        node.expr = self._filter(node.expr, _WEIGHED)
         for operand in node.ops:
             operand.expr = self._filter(operand.expr, _WEIGHED)
         return node
