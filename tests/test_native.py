@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -172,6 +173,20 @@ def test_threads_change_no_bit(tiny_gguf: TinyGGUF, backend: NativeBackend, weig
     one, two, five = (whole(load(backend, path, threads=n), tokens, [3, 0, 2, 1]) for n in (1, 2, 5))
     assert (one == two).all()
     assert (one == five).all()
+
+
+def test_callers_from_several_threads_take_turns(tiny_gguf: TinyGGUF, backend: NativeBackend) -> None:
+    """Two steps in one set of activations: a step frees the GIL, so nothing else keeps a second caller out."""
+    model = load(backend, tiny_gguf())
+    sequences = [tokens_of(i, 40) for i in range(4)]
+    expected = [whole(model, tokens, [0, 1, 2]) for tokens in sequences]
+
+    def serve(i: int) -> list[bool]:
+        table = [3 * i, 3 * i + 1, 3 * i + 2]
+        return [bool((whole(model, sequences[i], table) == expected[i]).all()) for _ in range(10)]
+
+    with ThreadPoolExecutor(4) as callers:
+        assert all(all(equal) for equal in callers.map(serve, range(4)))
 
 
 @pytest.mark.parametrize("kv", KV_DTYPES)
