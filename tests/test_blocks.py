@@ -93,12 +93,32 @@ def test_a_withdrawn_block_is_not_found() -> None:
     pool = BlockPool(2)
     table = fill(pool, 1, 2)
     pool.release(table)
-    for block in reversed(table):
-        pool.withdraw(block)
-        pool.withdraw(block)
+    pool.withdraw(table[1])
+    assert find(pool, 1, 2) == table[:1]
+    pool.withdraw(table[1])
+    pool.withdraw(table[0])
     assert find(pool, 1) == []
     assert (pool.num_free, pool.num_cached) == (2, 0)
     pool.check([])
+
+
+def test_what_stands_on_a_withdrawn_block_goes_with_it() -> None:
+    """Guards against chains without a beginning; whoever holds such a block keeps it."""
+    pool = BlockPool(8)
+    table = fill(pool, 1, 2, 3)
+    other = fill(pool, 7)
+    node = pool.prefix.node(table[0])
+    assert node is not None
+    branch = [table[0], pool.take()]
+    pool.share(table[0])
+    pool.prefix.register(node, (5,) * 16, branch[1])
+    pool.release(table)
+    pool.withdraw(table[0])
+    assert len(pool.prefix) == 1
+    assert find(pool, 7) == other
+    pool.check([branch, other])
+    pool.release(branch)
+    pool.check([other])
 
 
 def test_check_sees_a_leak() -> None:

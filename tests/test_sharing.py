@@ -156,3 +156,24 @@ def test_hits_on_a_step_that_failed_are_taken_back() -> None:
     sim.run()
     assert sim.finals == [first, second]
     assert tuple(second.output) == alone(second, 3)
+
+
+def test_blocks_of_a_request_with_bad_logits_are_not_shared() -> None:
+    """Guards against a NaN that lives on in the cache: the next equal request, and those beside, must succeed."""
+    sim = Sim(replace(LIMITS, max_num_batched_tokens=64))
+    prompt = letters(1, 100)
+    answer(sim, make_request("before", (*prompt, *letters(2, 40)), max_tokens=1))
+    bad = make_request("bad", (*prompt, *letters(3, 40)), max_tokens=30)
+    beside = [make_request(f"beside{i}", (*prompt, *letters(4 + i, 40)), max_tokens=90) for i in range(2)]
+    sim.add(bad, *beside)
+    sim.run_until(lambda: len(bad.output) == 20)
+    sim.runner.bad.add(bad)
+    sim.step()
+    assert bad.finish_reason == "error"
+    assert sim.pool.num_cached == 0
+    after = make_request("after", prompt, max_tokens=2)
+    sim.add(after)
+    sim.run()
+    assert after.num_cached == 0
+    assert tuple(after.output) == alone(after, 2)
+    assert all(tuple(r.output) == alone(r, 90) for r in beside)

@@ -57,6 +57,16 @@ class PrefixIndex:
         del self._blocks[self._keys.pop(block)]
         del self._nodes[block]
 
+    def tree(self, block: int) -> list[int]:
+        """A registered block and all that stands on it, parents first. Looks at all registered blocks: for rare use."""
+        nodes: set[Parent] = {self._nodes[block]}
+        blocks = [block]
+        for other, (parent, _) in self._keys.items():  # in order of registration: parents before children
+            if parent in nodes:
+                nodes.add(self._nodes[other])
+                blocks.append(other)
+        return blocks
+
     def check(self) -> None:
         """Raises AssertionError unless the maps agree and every node's parent is registered too."""
         assert self._blocks.keys() == set(self._keys.values()), "keys of the two maps differ"

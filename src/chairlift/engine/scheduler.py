@@ -163,6 +163,8 @@ class Scheduler:
                 if piece.samples:
                     output = accept(request, result.sampled.get(i), self.max_tokens_per_request)
                     outputs += [output] if output else []
+            if request.finish_reason is FinishReason.ERROR:
+                self._withdraw(request)
             if request.is_finished:
                 self._leave(request)
         return self._hold_back(outputs)
@@ -182,7 +184,7 @@ class Scheduler:
                 self._leave(request)
             elif request in pieces or not self._registered.keys().isdisjoint(request.block_table):
                 self._displace(request)
-        for block in reversed(self._registered):
+        for block in self._registered:
             self._pool.withdraw(block)
         outputs: list[Output] = []
         for request in end:
@@ -309,6 +311,11 @@ class Scheduler:
         block = request.block_table[index]
         if self._pool.prefix.register(parent, tokens, block):
             self._registered[block] = None
+
+    def _withdraw(self, request: Request) -> None:
+        """Lets nobody find the blocks of a request that went wrong: whatever made its logits NaN may lie in them."""
+        for block in request.block_table:
+            self._pool.withdraw(block)
 
     # -- sharing a step -----------------------------------------------------------------------------------------------
 
