@@ -4,14 +4,13 @@
 #include <string>
 
 // The tables that the per-level objects define.
-#define CHAIRLIFT_DECLARE_LEVEL(level)                         \
-    namespace chairlift::level {                               \
-    extern const MatmulKernels matmul_kernels;                 \
-    extern const SampleKernels sample_kernels;                 \
-    extern const ElementwiseKernels elementwise_kernels;       \
-    extern const AttentionKernels attention_kernels;           \
-    static constexpr Kernels table{                            \
-        Isa::level, matmul_kernels, sample_kernels, elementwise_kernels, attention_kernels}; \
+#define CHAIRLIFT_DECLARE_LEVEL(level)                                                                                  \
+    namespace chairlift::level {                                                                                        \
+    extern const MatmulKernels matmul_kernels;                                                                          \
+    extern const SampleKernels sample_kernels;                                                                          \
+    extern const ElementwiseKernels elementwise_kernels;                                                                \
+    extern const AttentionKernels attention_kernels;                                                                    \
+    static constexpr Kernels table{Isa::level, matmul_kernels, sample_kernels, elementwise_kernels, attention_kernels}; \
     }
 
 CHAIRLIFT_DECLARE_LEVEL(portable)
