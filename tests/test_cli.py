@@ -16,6 +16,7 @@ import pytest
 
 from chairlift import __version__, cli
 from chairlift.config import SETTINGS
+from chairlift.store import CATALOGUE
 
 SRC = str(Path(__file__).parent.parent / "src")
 
@@ -160,10 +161,11 @@ def test_eval_scores_a_file(run: Run, tiny: str, tmp_path: Path) -> None:
     assert code == 0
     assert result["window"] == 100
     whole = json.loads(run("eval", str(text), "--model", tiny)[1])
-    num_tokens = whole["tokens"] + 1  # one window: only the first is not predicted
+    num_tokens = whole["num_tokens"]
     assert 200 < num_tokens < whole["window"]
-    assert result["tokens"] == num_tokens - len(range(0, num_tokens, 100))
-    assert result["perplexity"] == math.exp(result["nll"])
+    assert whole["num_predicted"] == num_tokens - 1
+    assert result["num_predicted"] == num_tokens - len(range(0, num_tokens, 100))
+    assert result["perplexity"] == math.exp(result["mean_nll"])
     assert run("eval", str(text), "--model", tiny)[1] == run("eval", str(text), "--model", tiny)[1]
 
 
@@ -177,8 +179,9 @@ def test_eval_of_the_default_model_is_close_to_float32(
     code, out, _ = run("eval", str(fixtures / "english.txt"), "--model", str(smollm2_path))
     result = json.loads(out)
     assert code == 0
-    assert result["tokens"] == expected["num_predicted"]
-    assert abs(result["nll"] - expected["mean_nll"]) < 0.01
+    assert result["num_tokens"] == expected["num_tokens"]
+    assert result["num_predicted"] == expected["num_predicted"]
+    assert abs(result["mean_nll"] - expected["mean_nll"]) < 0.01
 
 
 def test_models_and_version(run: Run, tmp_path: Path) -> None:
@@ -249,3 +252,15 @@ def test_a_closed_pipe_is_clean(tiny: str) -> None:
     _, err = running.communicate(timeout=30)
     assert "Traceback" not in err
     assert "Exception" not in err
+
+
+def test_a_packaged_model_keeps_its_name(run: Run, tiny: str, tmp_path: Path) -> None:
+    """Clients refused because the operator gave the path of the very file that a name stands for."""
+    packaged = CATALOGUE["smollm2"].path_in(tmp_path)
+    packaged.parent.mkdir(parents=True)
+    packaged.symlink_to(tiny)
+    names = [
+        json.loads(run("info", model, "--json", "--cache-dir", str(tmp_path))[1])["model"]["name"]
+        for model in (str(packaged), tiny)
+    ]
+    assert names == ["smollm2", Path(tiny).stem]

@@ -114,7 +114,7 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
         tokenizer = beside.submit(Tokenizer.from_gguf, file.metadata)
         backend, isa = _backend(config)
         machine = machines.detect()
-        names = config.served_model_name or (_own_name(config.model),)
+        names = config.served_model_name or (_own_name(path, config.cache_dir),)
         tensors = registry.model_tensors(spec, file.tensors)
         distinct = list({id(tensor): tensor for tensor in tensors.values()}.values())
         on_disk = plans.ModelOnDisk(names[0], _format(distinct), sum(tensor.data.nbytes for tensor in distinct))
@@ -222,9 +222,10 @@ def _backend(config: Config) -> tuple[Backend, str]:
     return native, native.isa
 
 
-def _own_name(model: str) -> str:
-    """The catalogue's name, or a file's without its ending."""
-    return model if model in store.CATALOGUE else Path(model).stem
+def _own_name(path: Path, cache_dir: Path) -> str:
+    """A packaged model's name, also when its file was given by path; else the file's, without its ending."""
+    packaged = (model.name for model in store.CATALOGUE.values() if model.path_in(cache_dir) == path)
+    return next(packaged, path.stem)
 
 
 def _format(tensors: Sequence[RawTensor]) -> str:

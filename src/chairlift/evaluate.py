@@ -21,11 +21,12 @@ WINDOW = 1024
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The outcome. `nll` is a mean in nats per predicted token; `perplexity` is e to that."""
+    """The outcome. `mean_nll` is in nats per predicted token; `perplexity` is e to that."""
 
     model: str
-    tokens: int  # predicted
-    nll: float
+    num_tokens: int
+    num_predicted: int  # all but the first of each window
+    mean_nll: float
     perplexity: float
     window: int
 
@@ -45,7 +46,8 @@ def windows(ids: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 def evaluate(loaded: Loaded, text: str, *, progress: Callable[[int, int], None] | None = None) -> Evaluation:
     """Scores a text. `progress` gets (windows done, windows in all). RequestError for a text of under two tokens."""
     size = min(WINDOW, loaded.plan.max_model_len - 1)  # the engine wants room for one token of answer
-    parts = list(windows(loaded.encode(text), size))
+    ids = loaded.encode(text)
+    parts = list(windows(ids, size))
     if not parts:
         raise RequestError("the text has fewer than two tokens: there is nothing to predict")
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
@@ -57,4 +59,4 @@ def evaluate(loaded: Loaded, text: str, *, progress: Callable[[int, int], None] 
             if progress is not None:
                 progress(done, len(parts))
     mean = math.fsum(losses) / len(losses)
-    return Evaluation(loaded.plan.model_name, len(losses), mean, math.exp(mean), size)
+    return Evaluation(loaded.plan.model_name, len(ids), len(losses), mean, math.exp(mean), size)
