@@ -13,7 +13,7 @@ import pytest
 from chairlift import _native
 from chairlift.kernels import sampling
 from chairlift.kernels.ops import F32, SAMPLE_DTYPE
-from chairlift.models.quant import BLOCK, Quantised, bytes_of, decode, dequantise, quantise_rows
+from chairlift.models.quant import BLOCK, LARGEST, Quantised, bytes_of, decode, dequantise, quantise_rows
 from chairlift.models.spec import RawTensor
 
 kernels = _native.kernels
@@ -54,7 +54,7 @@ def pack(*tensors: RawTensor, release_pages: bool = False) -> Any:
 
 def multiply(isa: str, matrix: Any, x: F32, bias: F32 | None = None, residual: F32 | None = None) -> F32:
     if matrix.layout in ("w4", "w4_min", "w8"):
-        result: F32 = kernels.matmul_int8(isa, matrix, *quantise_rows(x), bias, residual)
+        result: F32 = kernels.matmul_rounded(isa, matrix, *quantise_rows(x), bias, residual)
     else:
         result = kernels.matmul_float(isa, matrix, x, bias, residual)
     return result
@@ -126,11 +126,11 @@ def test_the_largest_products_do_not_saturate(isa: str, kind: str, sign: int) ->
     if kind == "Q4_1":
         data[:, 2:4] = 0
     tensor = RawTensor("extreme", (16, 32), kind, data.reshape(-1))
-    for x_sign in (-1, 1):
-        q = np.full((1, 32), 127 * x_sign, np.int8)
+    for level in (LARGEST, -LARGEST, LARGEST - 128, 128 - LARGEST):
+        q = np.full((1, 32), level, np.int16)
         scale = np.ones((1, 1), np.float32)
         expected = dequantise(tensor) @ q[0].astype(np.float32)
-        assert (kernels.matmul_int8(isa, pack(tensor), q, scale)[0] == expected).all()
+        assert (kernels.matmul_rounded(isa, pack(tensor), q, scale)[0] == expected).all()
 
 
 @each_isa

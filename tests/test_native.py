@@ -34,15 +34,15 @@ def row_errors(got: F32, expected: F32) -> F32:
     return errors
 
 
-def check_close(got: F32, expected: F32, typical: float = 1e-5) -> None:
-    """Equal to float rounding, until a key, value or activation lies so near a tie that it rounds the other way.
+def check_close(got: F32, expected: F32) -> None:
+    """Equal to float rounding, until a lane lies so near a tie that it rounds the other way: by a level of that lane.
 
-    Such a lane moves its own row by up to a percent (int8 activations) or about 1e-4 (f16 keys), and later rows of its
-    sequence with it; `typical` bounds the median row, which short sequences keep free of it.
+    A level is 3e-5 of the largest of 32 activations, 5e-4 of a key or value in f16, 8e-3 of a head's largest in int8;
+    later rows of the sequence see what it moves. The median row of short sequences is free of all but the first.
     """
     errors = row_errors(got, expected)
-    assert np.quantile(errors, 0.1) < 5e-6
-    assert np.median(errors) < typical
+    assert np.quantile(errors, 0.1) < 5e-5
+    assert np.median(errors) < 2e-4
     assert errors.max() < 3e-2
 
 
@@ -162,7 +162,7 @@ def test_long_contexts(tiny_gguf: TinyGGUF, backend: NativeBackend, kv: KVDtype)
     oracle = load(ReferenceBackend(), path, kv, num_blocks=LONG_BLOCKS, rows=2300)
     wanted = 2200 - 1020
     logits_of(oracle, [Part(tokens[:1020], 0, table[:64])])
-    check_close(at_once[1020:], logits_of(oracle, [Part(tokens[1020:], 1020, table, wanted)]), typical=2e-4)
+    check_close(at_once[1020:], logits_of(oracle, [Part(tokens[1020:], 1020, table, wanted)]))
 
 
 @pytest.mark.parametrize("weight_type", ["Q4_1", "F32"])

@@ -30,7 +30,7 @@ SPEC = ModelSpec(
     rope=RopeSpec(16),
 )
 KINDS = WeightKinds(
-    layout_of=lambda name: {"Q4_0": "w4", "Q8_0": "w8"}.get(name, "f32"), takes_int8=lambda n: n[0] == "Q"
+    layout_of=lambda name: {"Q4_0": "w4", "Q8_0": "w8"}.get(name, "f32"), takes_rounded=lambda n: n[0] == "Q"
 )
 
 
@@ -57,7 +57,7 @@ def described(nodes: list[Node]) -> list[str]:
         n.kind
         + (str(len(n.weights)) if n.kind == "linear" else "")
         + "+" * (n.residual is not None)
-        + "'" * n.outputs[0].int8
+        + "'" * n.outputs[0].rounded
         for n in nodes
     ]
 
@@ -90,7 +90,7 @@ def test_mixed_types_stack_by_layout() -> None:
 def test_float_weights_need_no_rounding() -> None:
     """Activations rounded to int8 for weights that do not ask for it."""
     types = dict.fromkeys([name.split(".")[0] for name in layer_shapes(SPEC)], "F16")
-    assert not any(value.int8 for node in llama(types) for value in node.outputs)
+    assert not any(value.rounded for node in llama(types) for value in node.outputs)
 
 
 def test_the_last_norm_is_left_to_the_logit_rows() -> None:

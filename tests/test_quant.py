@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from chairlift.errors import ModelError
 from chairlift.models import quant
 from chairlift.models.gguf import GGUFFile
-from chairlift.models.quant import GGML_TYPES, Quantised, bytes_of, decode, dequantise, quantise_rows
+from chairlift.models.quant import GGML_TYPES, LARGEST, Quantised, bytes_of, decode, dequantise, quantise_rows
 from chairlift.models.spec import RawTensor
 from conftest import TinyGGUF
 from tiny import ENCODERS, WEIGHT_TYPES
@@ -158,15 +158,15 @@ def test_quantise_rows_is_its_definition(x: F32) -> None:
     """Guards against a changed rounding: the native kernel does the same operations one lane at a time."""
     q, scale = quantise_rows(x)
     assert (q.shape, scale.shape) == ((3, 64), (3, 2))
-    assert (q.dtype, scale.dtype) == (np.dtype(np.int8), np.dtype(np.float32))
+    assert (q.dtype, scale.dtype) == (np.dtype(np.int16), np.dtype(np.float32))
     for row in range(3):
         for block in range(2):
             lanes = x[row, 32 * block : 32 * block + 32]
             amax = np.abs(lanes).max()
             with np.errstate(divide="ignore", over="ignore"):
-                inverse = np.float32(127) / amax
+                inverse = np.float32(LARGEST) / amax
             inverse = inverse if np.isfinite(inverse) else np.float32(0)
-            assert scale[row, block] == amax / np.float32(127)
+            assert scale[row, block] == amax / np.float32(LARGEST)
             assert q[row, 32 * block : 32 * block + 32].tolist() == [int(np.rint(lane * inverse)) for lane in lanes]
 
 
@@ -175,7 +175,7 @@ def test_quantise_rows_is_its_definition(x: F32) -> None:
 def test_quantise_rows_error_and_independence(x: F32) -> None:
     """Guards against a lane off by more than half a step, and against a row that depends on its neighbours."""
     q, scale = quantise_rows(x)
-    assert (np.abs(q.astype(np.int16)) <= 127).all()
+    assert (np.abs(q) <= LARGEST).all()
     step = scale.repeat(32, axis=1).astype(np.float64)
     assert (np.abs(q * step - x) <= 0.5001 * step + 2.0**-120).all()
     for row in range(3):
@@ -187,12 +187,12 @@ def test_quantise_rows_error_and_independence(x: F32) -> None:
 def test_quantise_rows_edges() -> None:
     """Guards against rounding half away from zero, and against garbage from a division by a denormal."""
     x = np.zeros((5, 32), dtype=np.float32)
-    x[1, :5] = [127, 0.5, 1.5, 2.5, -0.5]
+    x[1, :5] = [LARGEST, 0.5, 1.5, 2.5, -0.5]
     x[2] = 1e-45
     x[3, 0] = np.inf
     x[4, 0] = np.nan
     q, scale = quantise_rows(x)
-    assert q[1, :5].tolist() == [127, 0, 2, 2, 0]
+    assert q[1, :5].tolist() == [LARGEST, 0, 2, 2, 0]
     assert not q[[0, 2, 3, 4]].any()
     assert (scale[0, 0], scale[1, 0], scale[3, 0]) == (0, 1, np.inf)
     assert np.isnan(scale[4, 0])

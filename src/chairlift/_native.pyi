@@ -13,7 +13,7 @@ _I32 = npt.NDArray[np.int32]
 
 def available_isas() -> list[str]: ...
 def best_isa() -> str: ...
-def takes_int8(type_name: str, /) -> bool: ...
+def takes_rounded(type_name: str, /) -> bool: ...
 def layout_of(type_name: str, /) -> str: ...
 def pack(
     parts: Sequence[tuple[str, npt.NDArray[np.uint8], int]], cols: int, pool: Pool, release_pages: bool
@@ -24,11 +24,11 @@ class _Kernels:
     """A submodule: kernels one by one, for tests and measurements."""
 
     def embed_row(self, matrix: PackedMatrix, row: int) -> _F32: ...
-    def matmul_int8(
+    def matmul_rounded(
         self,
         isa: str,
         matrix: PackedMatrix,
-        q: npt.NDArray[np.int8],
+        levels: npt.NDArray[np.int16],
         scale: _F32,
         bias: _F32 | None = None,
         residual: _F32 | None = None,

@@ -27,7 +27,7 @@ std::vector<uint8_t> random_weights(SourceType type, int64_t rows, int64_t cols,
         std::memcpy(&bytes[at], wide ? static_cast<const void*>(&bits) : &half, wide ? 4 : 2);
     };
     const int64_t block_bytes = source_row_bytes(type, kBlock);
-    if (!takes_int8(layout_of(type))) {
+    if (!takes_rounded(layout_of(type))) {
         const size_t size = type == SourceType::f32 ? 4 : 2;
         for (size_t at = 0; at < bytes.size(); at += size) set(at, random.real(), size == 4);
     } else {
@@ -52,26 +52,32 @@ PackedMatrix pack_random(SourceType type, int64_t rows, int64_t cols, Random& ra
     return pack(sources, cols, in_turn, false);
 }
 
-// Int8 rows as the quantiser leaves them, or the same numbers as f32.
+// The level that lane i of rounded rows stands for.
+int level_of(const std::vector<int8_t>& q, size_t i) {
+    const size_t at = i / kBlock * 2 * kBlock + i % kBlock;
+    return 256 * q[at] + q[at + kBlock];
+}
+
+// Rounded rows as the quantiser leaves them, or the same numbers as f32.
 struct RandomRows {
     RandomRows(int rows, int64_t cols, Random& random)
-        : q(static_cast<size_t>(rows * cols)), sum(q.size() / kBlock), scale(random.reals(q.size() / kBlock)) {
-        values.resize(q.size());
-        for (size_t i = 0; i < q.size(); ++i) {
-            q[i] = static_cast<int8_t>(random.below(255) - 127);
+        : values(static_cast<size_t>(rows * cols)), sum(values.size() / kBlock), scale(random.reals(sum.size())) {
+        q.resize(2 * values.size());
+        for (int8_t& byte : q) byte = static_cast<int8_t>(random.below(255) - 127);
+        for (size_t i = 0; i < values.size(); ++i) {
             if (i / kBlock >= sum.size()) {
                 values[i] = random.real();
                 continue;
             }
-            sum[i / kBlock] += q[i];
-            values[i] = static_cast<float>(q[i]) * scale[i / kBlock];
+            sum[i / kBlock] += level_of(q, i);
+            values[i] = static_cast<float>(level_of(q, i)) * scale[i / kBlock];
         }
     }
 
-    std::vector<int8_t> q;
+    std::vector<float> values;
     std::vector<int32_t> sum;
     std::vector<float> scale;
-    std::vector<float> values;
+    std::vector<int8_t> q;
 };
 
 std::vector<float> product(const Kernels& kernels, const PackedMatrix& matrix, const RandomRows& x, int first, int rows) {
@@ -79,7 +85,7 @@ std::vector<float> product(const Kernels& kernels, const PackedMatrix& matrix, c
     std::vector<float> out(static_cast<size_t>(rows * matrix.rows()));
     MatmulArgs args{};
     args.weights = matrix.view();
-    args.x = {x.values.data() + first * cols, cols, x.q.data() + first * cols, x.scale.data() + first * (cols / kBlock),
+    args.x = {x.values.data() + first * cols, cols, x.q.data() + 2 * first * cols, x.scale.data() + first * (cols / kBlock),
               x.sum.data() + first * (cols / kBlock)};
     args.num_rows = rows;
     args.out = out.data();
@@ -218,15 +224,16 @@ void quantise_once(const ElementwiseKernels& kernels, Random& random) {
     std::vector<float> x = random.reals(blocks * kBlock);
     if (random.below(4) == 0) x[0] = std::nanf("");
     if (random.below(4) == 0) std::fill(x.begin(), x.begin() + kBlock, 0.0F);
-    std::vector<int8_t> q(x.size());
+    std::vector<int8_t> q(2 * x.size());
     std::vector<float> scales(blocks);
     std::vector<int32_t> sums(blocks);
     kernels.quantise(x.data(), static_cast<int>(x.size()), q.data(), scales.data(), sums.data());
-    for (size_t b = 0; b < blocks; ++b) {
-        CHECK(sums[b] == std::accumulate(q.begin() + static_cast<int64_t>(b) * kBlock,
-                                         q.begin() + static_cast<int64_t>(b + 1) * kBlock, 0));
+    std::vector<int32_t> expected(blocks);
+    for (size_t i = 0; i < x.size(); ++i) {
+        expected[i / kBlock] += level_of(q, i);
+        CHECK(std::abs(level_of(q, i)) <= 127 * 256);
     }
-    CHECK(std::count(q.begin(), q.end(), int8_t{-128}) == 0);
+    CHECK(sums == expected);
 }
 
 void rope_once(const ElementwiseKernels& kernels, Random& random) {
@@ -251,7 +258,7 @@ void check_matmul() {
         Random random(2);
         for (const SourceType type : kTypes) {
             for (int i = 0; i < 12; ++i) {
-                const bool blocks = takes_int8(layout_of(type));
+                const bool blocks = takes_rounded(layout_of(type));
                 const int64_t cols = blocks ? kBlock * (1 + random.below(6)) : 1 + random.below(150);
                 const PackedMatrix matrix = pack_random(type, 1 + random.below(60), cols, random);
                 check_product(kernels(isa), matrix, 1 + random.below(19), random);

@@ -26,7 +26,7 @@ Lanes = tuple[int, int, int]
 
 NOTHING: Lanes = (-1, 0, 0)
 BLOCK_SIZE = 16
-WEIGHT_KINDS = record.WeightKinds(_native.layout_of, _native.takes_int8)
+WEIGHT_KINDS = record.WeightKinds(_native.layout_of, _native.takes_rounded)
 
 
 def available_isas() -> list[str]:
@@ -151,7 +151,7 @@ class Buffers:
 
     def place(self, values: Sequence[Value]) -> Lanes:
         """Gives values one buffer, side by side, and returns the whole of it."""
-        kind = (sum(value.width for value in values), values[0].int8)
+        kind = (sum(value.width for value in values), values[0].rounded)
         free = self._free.get(kind)
         buffer = free.pop() if free else self._add_buffer(*kind)
         self._kinds[buffer] = kind
@@ -164,7 +164,7 @@ class Buffers:
 
     def replace(self, old: Value, new: Value, at: int) -> Lanes | None:
         """Lets `new` take the lanes of `old` when node `at` is the last to read it and the two are alike; None else."""
-        if self._last_read[old] != at or (old.width, old.int8) != (new.width, new.int8):
+        if self._last_read[old] != at or (old.width, old.rounded) != (new.width, new.rounded):
             return None
         self._lanes[new] = self._lanes.pop(old)
         return self._lanes[new]

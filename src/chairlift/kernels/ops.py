@@ -38,7 +38,7 @@ class Ops(Protocol[X, W]):
         """x / sqrt(mean(x^2) + eps) * weight over each group of len(weight) lanes: a head's norm when shorter."""
 
     def linear(self, x: X, weight: W, bias: W | None = None) -> X:
-        """x @ weight.T + bias. Activations are rounded to int8 per 32 lanes when the weight is quantised."""
+        """x @ weight.T + bias. For quantised weights x is rounded to 16 bits per 32 lanes."""
 
     def rope(self, x: X, rope: RopeSpec) -> X:
         """Rotates each head at the step's positions; a head is spec.head_dim lanes."""

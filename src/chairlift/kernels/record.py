@@ -7,7 +7,7 @@ takes the nodes in running order and gives them back so:
     stack_linears       q, k, v -> one product          same input, same layout
     fold_residuals      add(x, linear(h)) -> product    the sum is formed as the product is written
     fold_head_norm      norm, logits -> logits          only the rows that need logits are normed
-    round_inputs        norm, swiglu -> int8            what only integer products read is rounded where it is made
+    round_inputs        norm, swiglu -> levels          what only integer products read is rounded where it is made
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Kind = Literal["embed", "rms_norm", "linear", "rope", "attend", "swiglu", "add",
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """One activation, (rows, width); `int8` when it is held as rounded rows with a scale per 32 lanes."""
+    """One activation, (rows, width); `rounded` when it is held as 16-bit levels with a scale per 32 lanes."""
 
     width: int
-    int8: bool = False
+    rounded: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -54,10 +54,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class WeightKinds:
-    """What the core says of a weight type: its layout's name, and whether that layout multiplies int8 activations."""
+    """What the core says of a weight type: its layout's name, and whether it multiplies rounded activations."""
 
     layout_of: Callable[[str], str]
-    takes_int8: Callable[[str], bool]
+    takes_rounded: Callable[[str], bool]
 
 
 class Recorder:
@@ -184,15 +184,15 @@ def fold_head_norm(nodes: list[Node]) -> list[Node]:
 
 
 def can_round(node: Node) -> bool:
-    """Whether the op can write int8 rows itself: a SwiGLU, or a norm of whole rows."""
+    """Whether the op can write rounded rows itself: a SwiGLU, or a norm of whole rows."""
     return node.kind == "swiglu" or (node.kind == "rms_norm" and node.weights[0].shape[0] == node.outputs[0].width)
 
 
 def round_inputs(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
-    """Gives integer products int8 inputs: a value is rounded once, by its maker when nothing else reads it."""
+    """Gives integer products rounded inputs: a value is rounded once, by its maker when nothing else reads it."""
 
     def is_integer(node: Node) -> bool:
-        return node.kind == "linear" and kinds.takes_int8(node.weights[0].type_name)
+        return node.kind == "linear" and kinds.takes_rounded(node.weights[0].type_name)
 
     uses = count_uses(nodes)
     integer_uses = Counter(node.inputs[0] for node in nodes if is_integer(node))
@@ -203,10 +203,10 @@ def round_inputs(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
         if is_integer(node):
             x = node.inputs[0]
             if can_round(makers[x]) and uses[x] == integer_uses[x]:
-                x.int8 = True
+                x.rounded = True
             else:
                 if x not in rounded:
-                    rounded[x] = Value(x.width, int8=True)
+                    rounded[x] = Value(x.width, rounded=True)
                     result.append(Node("quantise", [x], [rounded[x]]))
                 node.inputs = [rounded[x]]
         result.append(node)

@@ -112,7 +112,7 @@ class Cache:
         return self._data.nbytes + self._scale.nbytes
 
     def write(self, slots: I32, x: F32) -> None:
-        """Stores (rows, heads, width). int8 rounds a head's lanes as `quant.quantise_rows` does a block of 32."""
+        """Stores (rows, heads, width). int8: level = rint(lane * 127 / amax) of its head."""
         if self._dtype == "f16":
             self._data[slots] = x
             return
@@ -242,19 +242,24 @@ def silu(x: F32) -> F32:
 
 
 def block_linear(x: F32, weight: BlockMatrix) -> F32:
-    """Int8 activations times block-quantised weights, summed over blocks in ascending order in float32.
+    """Rounded activations times block-quantised weights, summed over blocks in ascending order in float32.
 
-    Per block: x_scale * (w_scale * (dot - zero * total) + offset * total), dot and total being integers below 2^24.
+    Per block: x_scale * (w_scale * (dot - zero * total) + offset * total), dot and total being integers. A dot is made
+    of two, of the levels' high and low bytes: each below 2^24, so that float32 products are exact in any order.
     """
     q, x_scale = quant.quantise_rows(x)
-    lanes = q.astype(np.float32).reshape(len(x), -1, quant.BLOCK)
-    total = lanes.sum(axis=2)
+    lanes = q.astype(np.int32).reshape(len(x), -1, quant.BLOCK)
+    total = lanes.sum(axis=2, dtype=np.int32)
+    high = lanes >> 8
+    low = (lanes - 256 * high).astype(np.float32)
+    high = high.astype(np.float32)
     y: F32 = np.zeros((len(x), weight.scale.shape[1]), np.float32)
     for block, levels in enumerate(weight.levels):
-        dot = lanes[:, block] @ levels.astype(np.float32)
-        term: F32 = weight.scale[block] * (dot - np.float32(weight.zero) * total[:, block, None])
+        parts = levels.astype(np.float32)
+        dot = 256 * (high[:, block] @ parts).astype(np.int32) + (low[:, block] @ parts).astype(np.int32)
+        term: F32 = weight.scale[block] * (dot - weight.zero * total[:, block, None]).astype(np.float32)
         if weight.offset is not None:
-            term += weight.offset[block] * total[:, block, None]
+            term += weight.offset[block] * total[:, block, None].astype(np.float32)
         y += x_scale[:, block, None] * term
     return y
 

@@ -19,9 +19,12 @@ from chairlift.models.spec import RawTensor
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]
+I16 = npt.NDArray[np.int16]
 
 BLOCK = 32
 """Weights per block in the formats decoded here, and activations per scale."""
+LARGEST = 127 * 256
+"""The level of a block's largest activation. It has the bytes 127 and 0: 8-bit products do the work of 16-bit ones."""
 
 
 class GGMLType(NamedTuple):
@@ -135,12 +138,12 @@ def dequantise(tensor: RawTensor) -> F32:
     return numbers.dequantise().reshape(tensor.shape) if isinstance(numbers, Quantised) else numbers
 
 
-def quantise_rows(x: F32) -> tuple[I8, F32]:
-    """Rounds activations (T, K) to int8 (T, K) with one float32 scale per 32 lanes (T, K / 32): x ~ scale * q.
+def quantise_rows(x: F32) -> tuple[I16, F32]:
+    """Rounds activations (T, K) to int16 levels (T, K), one float32 scale per 32 lanes (T, K / 32): x ~ scale * q.
 
-    amax = max|x|; scale = amax / 127; q = rint(x * (127 / amax)), half to even. A block whose 127 / amax is not a
-    finite positive number (all zero, below about 3.7e-37, or holding an infinity or NaN) has q = 0; the scale stays
-    amax / 127, so what is not finite stays visible as a NaN in every output.
+    amax = max|x|; scale = amax / LARGEST; q = rint(x * (LARGEST / amax)), half to even. A block whose LARGEST / amax is
+    not a finite positive number (all zero, below about 1e-34, or holding an infinity or NaN) has q = 0; the scale stays
+    amax / LARGEST, so what is not finite stays visible as a NaN in every output.
     """
     rows, cols = x.shape
     if cols % BLOCK:
@@ -148,11 +151,11 @@ def quantise_rows(x: F32) -> tuple[I8, F32]:
     blocks = np.ascontiguousarray(x, dtype=np.float32).reshape(rows, cols // BLOCK, BLOCK)
     amax = np.abs(blocks).max(axis=2)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        scale = amax / np.float32(127)
-        inverse = np.float32(127) / amax
+        scale = amax / np.float32(LARGEST)
+        inverse = np.float32(LARGEST) / amax
         usable = np.isfinite(inverse) & (inverse > 0)
         lanes = np.rint(blocks * np.where(usable, inverse, np.float32(0))[:, :, None])
-    q = np.where(usable[:, :, None], lanes, np.float32(0)).astype(np.int8)
+    q = np.where(usable[:, :, None], lanes, np.float32(0)).astype(np.int16)
     return q.reshape(rows, cols), scale
 
 

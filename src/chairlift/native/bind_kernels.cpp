@@ -28,7 +28,7 @@ using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using LevelRows = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using LevelRows = nb::ndarray<const int16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void require(bool condition, const char* message) {
     if (!condition) throw std::invalid_argument(message);
@@ -53,12 +53,22 @@ auto embed(const PackedMatrix& matrix, int64_t row) {
     return out;
 }
 
-// Sums of the blocks of int8 activations, which the model's own quantiser keeps beside them.
-std::vector<int32_t> block_sums(const LevelRows& q) {
-    std::vector<int32_t> sums(q.size() / kBlock);
-    for (size_t i = 0; i < q.size(); ++i) sums[i / kBlock] += q.data()[i];
-    return sums;
-}
+// Levels as the model's own quantiser leaves them: high and low bytes block by block, and the sum of each block.
+struct Rounded {
+    explicit Rounded(const LevelRows& levels) : q(2 * levels.size()), sums(levels.size() / kBlock) {
+        for (size_t i = 0; i < levels.size(); ++i) {
+            const int level = levels.data()[i];
+            const int high = (level + 128) >> 8;
+            int8_t* const block = q.data() + i / kBlock * 2 * kBlock;
+            block[i % kBlock] = static_cast<int8_t>(high);
+            block[kBlock + i % kBlock] = static_cast<int8_t>(level - 256 * high);
+            sums[i / kBlock] += level;
+        }
+    }
+
+    std::vector<int8_t> q;
+    std::vector<int32_t> sums;
+};
 
 auto multiply(const std::string& isa, const PackedMatrix& matrix, const MatmulArgs& rows, std::optional<Floats> bias,
               std::optional<FloatRows> residual) {
@@ -80,21 +90,21 @@ auto multiply(const std::string& isa, const PackedMatrix& matrix, const MatmulAr
     return out;
 }
 
-auto matmul_int8(const std::string& isa, const PackedMatrix& matrix, LevelRows q, FloatRows scale,
+auto matmul_rounded(const std::string& isa, const PackedMatrix& matrix, LevelRows levels, FloatRows scale,
                  std::optional<Floats> bias, std::optional<FloatRows> residual) {
-    require(takes_int8(matrix.layout()), "this layout takes f32 activations");
-    require(static_cast<int64_t>(q.shape(1)) == matrix.cols(), "activations do not match the matrix");
-    require(scale.shape(0) == q.shape(0) && scale.shape(1) * kBlock == q.shape(1), "scales do not match the activations");
-    const std::vector<int32_t> sums = block_sums(q);
+    require(takes_rounded(matrix.layout()), "this layout takes f32 activations");
+    require(static_cast<int64_t>(levels.shape(1)) == matrix.cols(), "activations do not match the matrix");
+    require(scale.shape(0) == levels.shape(0) && scale.shape(1) * kBlock == levels.shape(1), "scales do not match the activations");
+    const Rounded rounded(levels);
     MatmulArgs args{};
-    args.num_rows = static_cast<int>(q.shape(0));
-    args.x = {nullptr, 0, q.data(), scale.data(), sums.data()};
+    args.num_rows = static_cast<int>(levels.shape(0));
+    args.x = {nullptr, 0, rounded.q.data(), scale.data(), rounded.sums.data()};
     return multiply(isa, matrix, args, bias, residual);
 }
 
 auto matmul_float(const std::string& isa, const PackedMatrix& matrix, FloatRows x, std::optional<Floats> bias,
                   std::optional<FloatRows> residual) {
-    require(!takes_int8(matrix.layout()), "this layout takes int8 activations");
+    require(!takes_rounded(matrix.layout()), "this layout takes rounded activations");
     require(static_cast<int64_t>(x.shape(1)) == matrix.cols(), "activations do not match the matrix");
     MatmulArgs args{};
     args.num_rows = static_cast<int>(x.shape(0));
@@ -136,8 +146,8 @@ nb::tuple reduce(const std::string& isa, Floats logits, Bytes record, const std:
 void bind_kernels(nb::module_& module) {
     nb::module_ kernels = module.def_submodule("kernels", "Kernels one by one, for tests and measurements.");
     kernels.def("embed_row", embed, "matrix"_a, "row"_a, "One row of a packed matrix as float32 (cols,).");
-    kernels.def("matmul_int8", matmul_int8, "isa"_a, "matrix"_a, "q"_a, "scale"_a, "bias"_a = nb::none(),
-                "residual"_a = nb::none(), "(rows, cols) int8 and their scales -> (rows, matrix.rows).");
+    kernels.def("matmul_rounded", matmul_rounded, "isa"_a, "matrix"_a, "levels"_a, "scale"_a, "bias"_a = nb::none(),
+                "residual"_a = nb::none(), "(rows, cols) int16 levels within 127 * 256 and their scales -> (rows, matrix.rows).");
     kernels.def("matmul_float", matmul_float, "isa"_a, "matrix"_a, "x"_a, "bias"_a = nb::none(),
                 "residual"_a = nb::none(), "(rows, cols) float32 -> (rows, matrix.rows).");
     kernels.def("reduce_logits", reduce, "isa"_a, "logits"_a, "record"_a, "bias"_a, "seen"_a,

@@ -10,6 +10,7 @@ namespace chairlift::CHAIRLIFT_ISA_NS {
 namespace {
 
 constexpr int kQuantBlock = 32;
+constexpr float kLargest = 127.0F * 256.0F;  // the level of a block's largest lane: its high byte is 127, its low byte 0
 
 int lanes_left(int n, int i) { return n - i < kLanes ? n - i : kLanes; }
 
@@ -39,26 +40,28 @@ void quantise_block(const float* x, int8_t* q, float* scale, int32_t* total) {
         doubt = doubt + (v - v);
     }
     const float amax = max_lane(largest) + sum(doubt);
-    *scale = amax / 127.0F;
-    const float inverse = 127.0F / amax;
-    if (!isfinite(inverse)) {  // all zero, so small that 127 / amax overflows, or not finite
-        memset(q, 0, kQuantBlock);
+    *scale = amax / kLargest;
+    const float inverse = kLargest / amax;
+    if (!isfinite(inverse)) {  // all zero, so small that kLargest / amax overflows, or not finite
+        memset(q, 0, 2 * kQuantBlock);
         *total = 0;
         return;
     }
-    Vec rounded_sum = zero();  // of integers below 2^24: exact
+    Vec level_sum = zero();  // of integers below 2^24: exact
     for (int i = 0; i < kQuantBlock; i += kLanes) {
-        const Vec rounded = round(load(x + i) * splat(inverse));
-        store_i8(q + i, rounded);
-        rounded_sum = rounded_sum + rounded;
+        const Vec level = round(load(x + i) * splat(inverse));
+        const Vec high = round((level + splat(0.5F)) * splat(1.0F / 256.0F));  // ties go up: low stays within int8
+        store_i8(q + i, high);
+        store_i8(q + kQuantBlock + i, level - high * splat(256.0F));
+        level_sum = level_sum + level;
     }
-    *total = static_cast<int32_t>(sum(rounded_sum));
+    *total = static_cast<int32_t>(sum(level_sum));
 }
 
 void quantise(const float* x, int n, int8_t* q, float* scales, int32_t* sums) {
     for (int block = 0; block < n / kQuantBlock; ++block) {
         const int i = block * kQuantBlock;
-        quantise_block(x + i, q + i, scales + block, sums + block);
+        quantise_block(x + i, q + 2 * i, scales + block, sums + block);
     }
 }
 

@@ -25,9 +25,9 @@ struct ElementwiseKernels {
     // out[i] = x[i] * factor * weight[i]: the rest of an RMS norm. `out` may be `x`.
     void (*scale)(const float* x, const float* weight, float factor, int n, float* out);
 
-    // Rounds a row to int8, 32 lanes at a time: amax = max|x|; scale = amax / 127; q = rint(x * (127 / amax)), half to even.
-    // n is a multiple of 32; scales and sums have n / 32 entries; sums[b] is the sum of the block's q. A block that holds a
-    // NaN or an infinity gets a NaN scale, so that it shows in the logits.
+    // Rounds a row to 16 bits, 32 lanes at a time: amax = max|x|; scale = amax / 32512; level = rint(x * (32512 / amax)),
+    // half to even, written as high and low bytes (see Activations). n is a multiple of 32; scales and sums have n / 32
+    // entries. A block that holds a NaN or an infinity gets a NaN scale, so that it shows in the logits.
     void (*quantise)(const float* x, int n, int8_t* q, float* scales, int32_t* sums);
 
     // out[i] = gate[i] / (1 + exp(-gate[i])) * up[i]. `out` may be `gate` or `up`.

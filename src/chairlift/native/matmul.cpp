@@ -36,10 +36,10 @@ CHAIRLIFT_INLINE Block load_block(const uint8_t* bytes, int part) {
     return load_nibbles(bytes, part);
 }
 
-// Rows [row, row + Rows) x one panel, int8 activations. Per block: sum += (scale * x_scale) * dot, then, for layouts
+// Rows [row, row + Rows) x one panel, rounded activations. Per block: sum += (scale * x_scale) * dot, then, for layouts
 // with a minimum, sum += min * (x_scale * x_sum).
 template <Layout Kind, int Rows>
-void int8_tile(const MatmulArgs& args, int64_t panel, int64_t row) {
+void rounded_tile(const MatmulArgs& args, int64_t panel, int64_t row) {
     constexpr int block_bytes = Kind == Layout::w8 ? 512 : 256;
     constexpr int zero_point = Kind == Layout::w8 ? 128 : Kind == Layout::w4 ? 8 : 0;
     const MatrixView& m = args.weights;
@@ -59,7 +59,7 @@ void int8_tile(const MatmulArgs& args, int64_t panel, int64_t row) {
                 const int64_t at = (row + r) * num_blocks + b;
                 const Vec x_scale = splat(args.x.scale[at]);
                 const int32_t x_sum = args.x.sum[at];
-                sums[r] = fma(scale * x_scale, dot<zero_point>(block, args.x.q + at * kBlock, x_sum), sums[r]);
+                sums[r] = fma(scale * x_scale, dot<zero_point>(block, args.x.q + at * 2 * kBlock, x_sum), sums[r]);
                 if constexpr (Kind == Layout::w4_min) {
                     sums[r] = fma(min, splat(args.x.scale[at] * static_cast<float>(x_sum)), sums[r]);
                 }
@@ -114,8 +114,8 @@ struct Tiles {
 };
 
 template <Layout Kind, int... Is>
-constexpr Tiles int8_tiles(std::integer_sequence<int, Is...>) {
-    return {{int8_tile<Kind, Is + 1>...}, kMaxTile};
+constexpr Tiles rounded_tiles(std::integer_sequence<int, Is...>) {
+    return {{rounded_tile<Kind, Is + 1>...}, kMaxTile};
 }
 
 template <Layout Kind, int... Is>
@@ -124,15 +124,15 @@ constexpr Tiles float_tiles(std::integer_sequence<int, Is...>) {
 }
 
 template <Layout Kind>
-constexpr Tiles kInt8Tiles = int8_tiles<Kind>(std::make_integer_sequence<int, kMaxTile>());
+constexpr Tiles kRoundedTiles = rounded_tiles<Kind>(std::make_integer_sequence<int, kMaxTile>());
 template <Layout Kind>
 constexpr Tiles kFloatTiles = float_tiles<Kind>(std::make_integer_sequence<int, kMaxFloatTile>());
 
 const Tiles& tiles_for(Layout layout) {
     switch (layout) {
-        case Layout::w4: return kInt8Tiles<Layout::w4>;
-        case Layout::w4_min: return kInt8Tiles<Layout::w4_min>;
-        case Layout::w8: return kInt8Tiles<Layout::w8>;
+        case Layout::w4: return kRoundedTiles<Layout::w4>;
+        case Layout::w4_min: return kRoundedTiles<Layout::w4_min>;
+        case Layout::w8: return kRoundedTiles<Layout::w8>;
         case Layout::f16: return kFloatTiles<Layout::f16>;
         case Layout::bf16: return kFloatTiles<Layout::bf16>;
         case Layout::f32: break;
@@ -143,7 +143,7 @@ const Tiles& tiles_for(Layout layout) {
 // How many rows' activations to go through before the next panel; a multiple of the tile.
 int64_t row_block(const MatmulArgs& args, int tile) {
     const bool is_float = args.weights.layout >= Layout::f16;
-    const int64_t row_bytes = args.weights.cols * (is_float ? 4 : 1);
+    const int64_t row_bytes = args.weights.cols * (is_float ? 4 : 2);
     const int64_t tiles = kRowBlockBytes / (row_bytes * tile);
     return (tiles < 1 ? 1 : tiles) * tile;
 }

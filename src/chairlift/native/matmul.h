@@ -10,13 +10,16 @@
 
 namespace chairlift {
 
-// The rows that a matrix multiplies: int8 for w4, w4_min and w8; f32 for the other layouts.
+// The rows that a matrix multiplies: rounded to 16 bits for w4, w4_min and w8; f32 for the other layouts.
+//
+// A rounded lane is level = 256 * high + low with both in int8, so that 8-bit dot products do the work of 16-bit ones:
+// each block of 32 lanes is 32 high bytes, then 32 low bytes.
 struct Activations {
     const float* values;  // (rows, stride)
     int64_t stride;       // lanes from one row of `values` to the next
-    const int8_t* q;      // (rows, cols), within [-127, 127]
+    const int8_t* q;      // (rows, cols / 32, 2, 32)
     const float* scale;   // (rows, cols / 32)
-    const int32_t* sum;   // (rows, cols / 32) sum of each block's q
+    const int32_t* sum;   // (rows, cols / 32) sum of each block's levels
 };
 
 struct MatmulArgs {

@@ -1,4 +1,4 @@
-// One block of 8 outputs x 32 inputs (half a panel) against int8 activations: AVX2.
+// One block of 8 outputs x 32 inputs (half a panel) against 16-bit activations: AVX2.
 #pragma once
 
 #include "simd.h"
@@ -9,7 +9,7 @@ static constexpr int kMaxTile = 4;       // rows per pass over a panel: 4 sums +
 static constexpr int kMaxFloatTile = 2;  // 4 sums a row
 
 // vpmaddubsw adds two u8 x s8 products in 16 bits: 8-bit weights would saturate there. With weights in [0, 15] and
-// activations in [-127, 127] even all eight vectors of a block fit (8 x 2 x 15 x 127 = 30,480), so bytes are split in nibbles.
+// activations in int8 even all eight vectors of a block fit (8 x 2 x 15 x 128 = 30,720), so bytes are split in nibbles.
 struct Block {
     __m256i low[8];
     __m256i high[8];  // of 8-bit weights only
@@ -51,11 +51,18 @@ CHAIRLIFT_INLINE __m256i dot_nibbles(const __m256i* w, const int8_t* q) {
     return _mm256_madd_epi16(total, _mm256_set1_epi16(1));
 }
 
-// Sum of (w - Zero) * q over the block, per output, exact.
+template <int Zero>
+CHAIRLIFT_INLINE __m256i dot_bytes(const Block& block, const int8_t* q) {
+    const __m256i low = dot_nibbles(block.low, q);
+    if constexpr (Zero != 128) return low;
+    return _mm256_add_epi32(low, _mm256_slli_epi32(dot_nibbles(block.high, q), 4));
+}
+
+// Sum of (w - Zero) * level over the block, per output, exact.
 template <int Zero>
 CHAIRLIFT_INLINE Vec dot(const Block& block, const int8_t* q, int32_t sum) {
-    __m256i total = dot_nibbles(block.low, q);
-    if constexpr (Zero == 128) total = _mm256_add_epi32(total, _mm256_slli_epi32(dot_nibbles(block.high, q), 4));
+    const __m256i high = dot_bytes<Zero>(block, q);
+    const __m256i total = _mm256_add_epi32(_mm256_slli_epi32(high, 8), dot_bytes<Zero>(block, q + kBlock));
     return {_mm256_cvtepi32_ps(_mm256_sub_epi32(total, _mm256_set1_epi32(Zero * sum)))};
 }
 

@@ -1,4 +1,4 @@
-// One block of 16 outputs x 32 inputs against int8 activations: AVX-512 VNNI.
+// One block of 16 outputs x 32 inputs against 16-bit activations: AVX-512 VNNI.
 #pragma once
 
 #include "simd.h"
@@ -33,16 +33,16 @@ CHAIRLIFT_INLINE Block load_bytes(const uint8_t* p, int /*part*/) {
 // Four activations in every lane; from memory, which costs the multiplication nothing.
 CHAIRLIFT_INLINE __m512i four_of(const int8_t* q) { return _mm512_broadcastd_epi32(_mm_loadu_si32(q)); }
 
-// Sum of (w - Zero) * q over the block, per output, exact.
+// Sum of (w - Zero) * level over the block, per output, exact.
 template <int Zero>
 CHAIRLIFT_INLINE Vec dot(const Block& block, const int8_t* q, int32_t sum) {
-    __m512i even = _mm512_setzero_si512();
-    __m512i odd = _mm512_setzero_si512();
-    for (int j = 0; j < 8; j += 2) {
-        even = _mm512_dpbusd_epi32(even, block.w[j], four_of(q + 4 * j));
-        odd = _mm512_dpbusd_epi32(odd, block.w[j + 1], four_of(q + 4 * j + 4));
+    __m512i high = _mm512_setzero_si512();
+    __m512i low = _mm512_setzero_si512();
+    for (int j = 0; j < 8; ++j) {
+        high = _mm512_dpbusd_epi32(high, block.w[j], four_of(q + 4 * j));
+        low = _mm512_dpbusd_epi32(low, block.w[j], four_of(q + kBlock + 4 * j));
     }
-    const __m512i total = _mm512_add_epi32(even, odd);
+    const __m512i total = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
     return {_mm512_cvtepi32_ps(_mm512_sub_epi32(total, _mm512_set1_epi32(Zero * sum)))};
 }
 

@@ -1,4 +1,4 @@
-// One block of 8 outputs x 32 inputs (half a panel) against int8 activations: plain loops.
+// One block of 8 outputs x 32 inputs (half a panel) against 16-bit activations: plain loops.
 #pragma once
 
 #include <type_traits>
@@ -36,7 +36,7 @@ CHAIRLIFT_INLINE Repeated repeat(const int8_t* q) {
     return repeated;
 }
 
-// 16-bit sums hold a whole block of 4-bit weights: 8 x 15 x 127 = 15,240.
+// 16-bit sums hold a whole block of 4-bit weights: 8 x 15 x 128 = 15,360.
 CHAIRLIFT_INLINE void add_nibbles(const Block& block, const int8_t* q, int16_t* total) {
     for (int j = 0; j < 4; ++j) {
         const uint8_t* both = block.half + 64 * j;
@@ -56,9 +56,9 @@ CHAIRLIFT_INLINE void add_bytes(const Block& block, const int8_t* q, int32_t* to
     }
 }
 
-// Sum of (w - Zero) * q over the block, per output, exact.
+// Sum of w * q over the block, per output.
 template <int Zero>
-CHAIRLIFT_INLINE Vec dot(const Block& block, const int8_t* q, int32_t sum) {
+CHAIRLIFT_INLINE void dot_bytes(const Block& block, const int8_t* q, int32_t* of_output) {
     using Total = std::conditional_t<Zero == 128, int32_t, int16_t>;
     Total total[kHalf] = {};
     if constexpr (Zero == 128) {
@@ -66,10 +66,19 @@ CHAIRLIFT_INLINE Vec dot(const Block& block, const int8_t* q, int32_t sum) {
     } else {
         add_nibbles(block, q, total);
     }
-    return lanes([&](int i) {
-        const int32_t of_output = total[4 * i] + total[4 * i + 1] + total[4 * i + 2] + total[4 * i + 3];
-        return static_cast<float>(of_output - Zero * sum);
-    });
+    for (int i = 0; i < kLanes; ++i) {
+        of_output[i] = total[4 * i] + total[4 * i + 1] + total[4 * i + 2] + total[4 * i + 3];
+    }
+}
+
+// Sum of (w - Zero) * level over the block, per output, exact.
+template <int Zero>
+CHAIRLIFT_INLINE Vec dot(const Block& block, const int8_t* q, int32_t sum) {
+    int32_t high[kLanes];
+    int32_t low[kLanes];
+    dot_bytes<Zero>(block, q, high);
+    dot_bytes<Zero>(block, q + kBlock, low);
+    return lanes([&](int i) { return static_cast<float>(256 * high[i] + low[i] - Zero * sum); });
 }
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

@@ -122,7 +122,7 @@ void bind_isa(nb::module_& module) {
         return names;
     });
     module.def("best_isa", [] { return std::string(isa_name(best_isa())); });
-    module.def("takes_int8", [](std::string_view type_name) { return takes_int8(layout_of(source_type(type_name))); });
+    module.def("takes_rounded", [](std::string_view type_name) { return takes_rounded(layout_of(source_type(type_name))); });
     module.def("layout_of", [](std::string_view type_name) {
         return std::string(layout_name(layout_of(source_type(type_name))));
     });

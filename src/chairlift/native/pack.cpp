@@ -43,7 +43,7 @@ int64_t element_bytes(Layout layout) { return layout == Layout::f32 ? 4 : 2; }
 MatrixView describe(Layout layout, int64_t rows, int64_t cols) {
     if (rows < 1 || cols < 1) throw std::invalid_argument("a packed matrix needs at least one row and one column");
     MatrixView view{layout, rows, cols, nullptr, 0, 0, 0};
-    if (!takes_int8(layout)) {
+    if (!takes_rounded(layout)) {
         view.panel_bytes = aligned(cols * kPanelRows * element_bytes(layout));
         return view;
     }
@@ -105,7 +105,7 @@ void pack_elements(const uint8_t* source, int64_t cols, int row, uint8_t* panel)
 }
 
 void pack_row(const Format& format, const MatrixView& view, const uint8_t* source, int row, uint8_t* panel) {
-    if (takes_int8(view.layout)) {
+    if (takes_rounded(view.layout)) {
         pack_blocks(format, view, source, row, panel);
     } else if (element_bytes(view.layout) == 4) {
         pack_elements<4>(source, view.cols, row, panel);
@@ -193,7 +193,7 @@ std::string_view layout_name(Layout layout) {
     return names[static_cast<size_t>(layout)];
 }
 
-bool takes_int8(Layout layout) { return layout == Layout::w4 || layout == Layout::w4_min || layout == Layout::w8; }
+bool takes_rounded(Layout layout) { return layout == Layout::w4 || layout == Layout::w4_min || layout == Layout::w8; }
 
 int64_t source_row_bytes(SourceType type, int64_t cols) {
     const Format& format = format_of(type);
@@ -227,7 +227,7 @@ PackedMatrix pack(std::span<const Source> sources, int64_t cols, const ParallelF
 void embed_row(const MatrixView& matrix, int64_t row, float* out) {
     const uint8_t* panel = matrix.data + row / kPanelRows * matrix.panel_bytes;
     const auto lane = static_cast<int>(row % kPanelRows);
-    if (!takes_int8(matrix.layout)) {
+    if (!takes_rounded(matrix.layout)) {
         for (int64_t k = 0; k < matrix.cols; ++k) out[k] = element_at(matrix.layout, panel, k * kPanelRows + lane);
         return;
     }

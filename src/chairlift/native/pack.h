@@ -37,8 +37,8 @@ Layout layout_of(SourceType type);
 // "w4", "w4_min", "w8", "f16", "bf16" or "f32".
 std::string_view layout_name(Layout layout);
 
-// Whether its kernel multiplies int8 activations (else f32).
-bool takes_int8(Layout layout);
+// Whether its kernel multiplies rounded activations (else f32).
+bool takes_rounded(Layout layout);
 
 // Bytes of one row of `cols` weights in the file.
 int64_t source_row_bytes(SourceType type, int64_t cols);
@@ -56,7 +56,7 @@ using ParallelFor = std::function<void(int n, const std::function<void(int)>& bo
 // Owns one packed matrix; movable.
 class PackedMatrix {
 public:
-    // All zero weights. Throws std::invalid_argument on sizes below 1, or cols % 32 != 0 for an int8 layout.
+    // All zero weights. Throws std::invalid_argument on sizes below 1, or cols % 32 != 0 for a layout of blocks.
     PackedMatrix(Layout layout, int64_t rows, int64_t cols);
 
     Layout layout() const { return view_.layout; }

@@ -129,7 +129,7 @@ void Program::matmul(Lanes x, int matrix, int bias, Lanes residual, Lanes out) {
     need(matrix >= 0 && matrix < static_cast<int>(matrices_.size()), "there is no such matrix");
     const PackedMatrix& weights = *matrices_[static_cast<size_t>(matrix)];
     check_out(x, static_cast<int>(weights.cols()));
-    need(check_lanes(x).quantised == takes_int8(weights.layout()), "the matrix takes the other kind of activations");
+    need(check_lanes(x).quantised == takes_rounded(weights.layout()), "the matrix takes the other kind of activations");
     const int rows = static_cast<int>(weights.rows());
     check_f32(out, rows);
     if (residual.buffer >= 0) check_f32(residual, rows);
@@ -189,7 +189,7 @@ void Program::logits(Lanes x, int vector, float eps, int matrix) {
         need(vectors_[static_cast<size_t>(vector)].size() == static_cast<size_t>(x.width), "the norm has another width");
     }
     const int rows = std::min(kLogitTile, max_rows_);
-    head_in_ = {new_buffer(x.width, takes_int8(head.layout()), rows), 0, x.width};
+    head_in_ = {new_buffer(x.width, takes_rounded(head.layout()), rows), 0, x.width};
     head_out_ = {new_buffer(vocab_, false, rows), 0, vocab_};
     scratch_ = {new_buffer(2 * vocab_, false, pool_->threads()), 0, 2 * vocab_};
     push({.kind = Kind::logits, .a = x, .b = {}, .out = {}, .matrix = matrix, .vector = vector, .eps = eps});
@@ -203,7 +203,7 @@ void Program::finish() {
         buffer.offset = bytes;
         const size_t rows = static_cast<size_t>(buffer.rows);
         const size_t blocks = static_cast<size_t>(buffer.width / kBlock);
-        bytes += buffer.quantised ? pad_bytes(rows * static_cast<size_t>(buffer.width)) + 2 * pad_bytes(rows * blocks * 4)
+        bytes += buffer.quantised ? pad_bytes(rows * 2 * static_cast<size_t>(buffer.width)) + 2 * pad_bytes(rows * blocks * 4)
                                   : rows * static_cast<size_t>(pad_lanes(buffer.width)) * sizeof(float);
     }
     arena_ = std::make_unique<Memory>(bytes, *pool_);
@@ -226,7 +226,7 @@ int64_t Program::stride(Lanes lanes) const { return pad_lanes(buffers_[static_ca
 Program::QuantisedRows Program::quantised_rows(const Buffer& buffer) const {
     uint8_t* const q = arena_->data() + buffer.offset;
     const size_t rows = static_cast<size_t>(buffer.rows);
-    uint8_t* const scales = q + pad_bytes(rows * static_cast<size_t>(buffer.width));
+    uint8_t* const scales = q + pad_bytes(rows * 2 * static_cast<size_t>(buffer.width));
     uint8_t* const sums = scales + pad_bytes(rows * static_cast<size_t>(buffer.width / kBlock) * sizeof(float));
     return {reinterpret_cast<int8_t*>(q), reinterpret_cast<float*>(scales), reinterpret_cast<int32_t*>(sums)};
 }

@@ -36,7 +36,7 @@ public:
 
     // Recording. All throw std::invalid_argument on operands that do not fit together.
 
-    // A buffer of `width` lanes a row: f32, or int8 with a scale and a sum per 32 lanes.
+    // A buffer of `width` lanes a row: f32, or 16-bit levels with a scale and a sum per 32 lanes.
     int add_buffer(int width, bool quantised);
     int add_matrix(std::shared_ptr<const PackedMatrix> matrix);
     int add_vector(std::vector<float> values);

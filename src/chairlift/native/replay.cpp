@@ -47,7 +47,7 @@ void Program::fill_row(Lanes out, int row, Fill fill) const {
         const int count = std::min(kSliceLanes, out.width - lane);
         fill(lane, count, slice);
         const int64_t at = int64_t{row} * buffer.width + lane;
-        kernels_.elementwise.quantise(slice, count, rows.q + at, rows.scales + at / kBlock, rows.sums + at / kBlock);
+        kernels_.elementwise.quantise(slice, count, rows.q + 2 * at, rows.scales + at / kBlock, rows.sums + at / kBlock);
     }
 }
 
