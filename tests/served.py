@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 
 from chairlift.boot import Loaded
 from chairlift.config import Config
+from chairlift.kernels.ops import StepArrays
 from chairlift.machine import Machine
 from chairlift.models.template import ChatTemplate
 from chairlift.models.tokenizer import Tokenizer
@@ -191,9 +192,13 @@ class Gate:
         self._open = threading.Event()
         self._entered = threading.Event()
         self.error: Exception | None = None
+        self.close_at: Callable[[StepArrays], bool] | None = None  # a step that closes the gate before itself, once
         self.open()
 
-    def __call__(self, _: Any) -> None:
+    def __call__(self, step: StepArrays) -> None:
+        if self.close_at is not None and self.close_at(step):
+            self.close()
+            self.close_at = None
         self._entered.set()
         assert self._open.wait(30)
         if self.error is not None:

@@ -22,7 +22,6 @@ from served import (
     chat_text,
     fake_app,
     is_at_rest,
-    metric,
     official_client,
     parse_events,
     run,
@@ -190,13 +189,13 @@ def test_a_client_that_leaves_is_noticed_in_every_phase(phase: str, stream: bool
                 await until(lambda: service.snapshot().num_waiting == 1)
             elif phase == "prefill":
                 await until(lambda: service._dispatch.num_open == 2)
+                gate.close_at = lambda step: len(step.seq_starts) == 3 and len(step.tokens) > 2
                 gate.open()
-                await until(lambda: service.snapshot().num_running == 2)
-                gate.close()
+                await until(lambda: gate.close_at is None)
                 await gate.entered()
             else:
-                await until(lambda: metric(app, 'generation_tokens_total{model_name="fake"}') > 30)
-                gate.close()
+                gate.close_at = lambda step: len(step.tokens) <= 2 and step.positions.max() > 150
+                await until(lambda: gate.close_at is None)
                 await gate.entered()
             leaver.disconnect()
             await leaver.done()
