@@ -50,7 +50,6 @@ def fake_plan(**changes: object) -> Plan:
         "watchdog_s": 30.0,
         "threads": 1,
         "isa": "none",
-        "seed": 0,
     }
     return Plan(**{**fields, **changes})  # type: ignore[arg-type]
 

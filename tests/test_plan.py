@@ -171,10 +171,10 @@ def test_threads_asked_for() -> None:
 def test_what_was_asked_is_carried_over() -> None:
     """A setting that never reaches the engine."""
     made = plan(
-        Config(max_num_seqs=3, max_queue=0, seed=5, max_gap_ms=50.0, watchdog_s=7.0, prefix_caching=False,
+        Config(max_num_seqs=3, max_queue=0, max_gap_ms=50.0, watchdog_s=7.0, prefix_caching=False,
                batching="static", kv_cache_dtype="int8")
     )  # fmt: skip
-    assert (made.max_num_seqs, made.max_queue, made.seed, made.max_gap_s, made.watchdog_s) == (3, 0, 5, 0.05, 7.0)
+    assert (made.max_num_seqs, made.max_queue, made.max_gap_s, made.watchdog_s) == (3, 0, 0.05, 7.0)
     assert (made.prefix_caching, made.batching, made.kv_dtype) == (False, "static", "int8")
     assert made.kv_bytes_per_token == 30 * 3 * 136
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from chairlift import BEGAN_S, store
 from chairlift import machine as machines
 from chairlift import plan as plans
-from chairlift import store
 from chairlift.config import Config
 from chairlift.engine.detok import Detokenizer
 from chairlift.engine.engine import Engine
@@ -105,7 +105,7 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
     `progress` gets a line per thing that may take long. Raises ConfigError, ModelError or DoesNotFit; nothing large is
     read before the plan says that it fits.
     """
-    timings = {"python": machines.process_age_s()}
+    timings = {"python": time.perf_counter() - BEGAN_S}
     path = store.resolve(config.model, config.cache_dir, progress=progress)
     with _timed(timings, "open"):
         file = GGUFFile.open(path)

@@ -169,16 +169,6 @@ def _number(text: str | None) -> int | None:
         return None  # "max"
 
 
-def process_age_s(root: Path = Path("/")) -> float:
-    """Seconds since this process began: what Python and its imports took, when asked before anything else."""
-    stat, uptime = _read(root / "proc/self/stat"), _read(root / "proc/uptime")
-    if not stat or not uptime:
-        return 0.0
-    # The second field is the program's name in brackets and may hold spaces; the start time is the 22nd, in ticks.
-    ticks = int(stat.rpartition(")")[2].split()[19])
-    return max(0.0, float(uptime.split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
-
-
 def measure_bandwidth(file: Path, threads: int, *, max_bytes: int = 256 * 1024**2) -> float:
     """Bytes/s that `threads` threads read together, over a model's own bytes: the best pass of 40 ms, or of three.
 

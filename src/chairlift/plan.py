@@ -48,7 +48,6 @@ class Plan:
     watchdog_s: float
     threads: int
     isa: str
-    seed: int | None  # of requests that bring none; None: each draws its own
     notes: tuple[str, ...] = ()  # each thing that was lowered or chosen, and why
 
     @property
@@ -116,7 +115,6 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDis
         watchdog_s=config.watchdog_s,
         threads=_threads(config, machine, notes),
         isa=isa,
-        seed=config.seed,
         notes=tuple(notes),
     )
 
