@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai import OpenAI
+
+from process import Server, serving
 
 FIXTURES = Path(__file__).parent / "fixtures"
 QUESTIONS = [
@@ -32,62 +29,6 @@ QUESTIONS = [
     "Explain what a chairlift is.",
     "Give me a recipe for pancakes.",
 ]
-
-
-@dataclass
-class Server:
-    """A running `chairlift serve`."""
-
-    process: subprocess.Popen[str]
-    url: str
-
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-    def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
-        values = re.findall(rf"^chairlift:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        assert values, f"{name} is not exported"
-        return sum(map(float, values))
-
-
-@contextmanager
-def serving(path: Path, *flags: str) -> Iterator[Server]:
-    """Starts a server on a free port, waits until it is ready, and ends it in the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "chairlift", "serve", str(path), "--port", str(port), *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()))
-    reader.start()
-    url = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + 60
-        while not is_ready(url):
-            assert process.poll() is None, "the server ended:\n" + "".join(lines)
-            assert time.monotonic() < end, "the server did not become ready:\n" + "".join(lines)
-            time.sleep(0.05)
-        yield Server(process, url)
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-        finally:
-            reader.join()
-            process.stdout.close()
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -254,12 +195,7 @@ def test_idle_server_rests(server: Server) -> None:
     """Fault: threads that spin or poll while nobody asks anything."""
     ask(server.client(), QUESTIONS[0])
     time.sleep(0.5)  # what is measured is idleness: nothing to synchronise with
-    before, start = cpu_seconds(server.process.pid), time.monotonic()
+    before, start = server.cpu_seconds(), time.monotonic()
     time.sleep(2.0)
-    used = (cpu_seconds(server.process.pid) - before) / (time.monotonic() - start)
+    used = (server.cpu_seconds() - before) / (time.monotonic() - start)
     assert used < 0.01 + 0.005, "one clock tick of measuring error"
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / 100
