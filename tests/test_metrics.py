@@ -46,6 +46,8 @@ NAMES = [
     "request_success",
     "requests_cancelled",
     "requests_failed",
+    "steps_failed",
+    "stalls",
     "process_major_page_faults",
     "cgroup_cpu_throttled_periods",
     "cgroup_cpu_throttled_seconds",

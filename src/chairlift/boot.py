@@ -83,9 +83,9 @@ class Loaded:
             stream=stream,
         )
 
-    def engine(self, deliver: Callable[[list[Output]], None], observer: Observer | None = None) -> Engine:
+    def engine(self, deliver: Callable[[list[Output]], None], observers: Sequence[Observer] = ()) -> Engine:
         """An engine on this model; one at a time, since they would share its KV pool."""
-        return Engine(self.plan, self.model, deliver=deliver, observer=observer)
+        return Engine(self.plan, self.model, deliver=deliver, observers=observers)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Token ids of plain text, with BOS where the model's prompts begin with it."""

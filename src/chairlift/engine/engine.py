@@ -5,6 +5,10 @@ leave in one call of `deliver`. Knows no HTTP and no asyncio.
 
     any thread     submit ──> inbox ──┐                 ┌──> deliver(outputs), once a step
     engine thread                     └─ schedule, run, commit
+
+What fails ends whom it concerns: a step that fails is undone and tried request by request (suspects.py), a commit that
+fails ends its step's requests, observers are shielded. When the scheduler's books do not agree after all, it dies:
+everybody gets an error and nothing more is taken.
 """
 
 from __future__ import annotations
@@ -18,13 +22,16 @@ from typing import Literal
 
 from chairlift.engine.blocks import BlockPool
 from chairlift.engine.detok import Detokenizer
-from chairlift.engine.observer import Observer, StepStats
+from chairlift.engine.ending import finish
+from chairlift.engine.observer import Observer, Observers, StepStats
 from chairlift.engine.predictor import StepTime
 from chairlift.engine.request import FinishReason, Output, Request, SamplingParams
 from chairlift.engine.runner import Runner
 from chairlift.engine.scheduler import Limits, Scheduler
 from chairlift.engine.step import Step, StepResult
 from chairlift.engine.stops import StopMatcher
+from chairlift.engine.suspects import Suspects
+from chairlift.engine.watchdog import Watchdog
 from chairlift.errors import Draining, EngineError, QueueFull
 from chairlift.kernels.ops import Model
 from chairlift.plan import Plan
@@ -34,6 +41,7 @@ log = logging.getLogger(__name__)
 State = Literal["loading", "ready", "stalled", "draining", "dead"]
 
 _CHECK_AFTER_IDLE_S = 1.0
+_WARN_EVERY_S = 1.0
 _MAX_RETRY_AFTER_S = 60
 _WARM_UP_PROMPT = 64
 _WARM_UP_OUTPUT = 4
@@ -53,7 +61,11 @@ class EngineSnapshot:
 
 
 class Engine:
-    """Runs requests to their end. `deliver` is called on the engine thread, once a step, with all that it brought."""
+    """Runs requests to their end.
+
+    `deliver` is called on the engine thread, once a step, with all that it brought. When it raises, it must have taken
+    nothing: it is called again, with each output by itself.
+    """
 
     def __init__(
         self,
@@ -61,17 +73,20 @@ class Engine:
         model: Model,
         *,
         deliver: Callable[[list[Output]], None],
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan = plan
         self._deliver = deliver
-        self._observer = observer or Observer()
+        self._observer = Observers(*observers, on_error=_log_observer)
         self._clock = clock
         self._runner = Runner(model, plan.block_size)
         self._pool = BlockPool(plan.num_blocks, plan.block_size)
         self._predictor = StepTime()
         self._scheduler = Scheduler(_limits(plan), self._pool, self._predictor)
+        self._suspects = Suspects()
+        self._watchdog = Watchdog(plan.watchdog_s, clock)
+        self._preemptions = _Preemptions()
         self._thread = threading.Thread(target=self._main, name="chairlift-engine", daemon=True)
         self._wake = threading.Condition()
         # Below: written under _wake by other threads, or by the engine thread alone and read by others as they are.
@@ -81,9 +96,8 @@ class Engine:
         self._draining = False
         self._ready = False
         self._dead = False
-        self._progress_s = clock()  # when work began or a step last ended
         self._num_steps = 0
-        self._num_preemptions = 0
+        self._has_recovered = False  # since a schedule() last succeeded
         self._step_end_s: float | None = None  # end of the step before, while there was no wait for work
         self._service_s = 1.0  # moving average of a request's time from first step to end
 
@@ -116,7 +130,7 @@ class Engine:
             self._refuse_if_closed()
             self._refuse_if_full(len(requests))
             if not self._has_work:
-                self._progress_s = self._clock()
+                self._watchdog.progress()
             self._submitted.extend(requests)
             self._wake.notify()
 
@@ -145,9 +159,17 @@ class Engine:
             return "dead"
         if not self._ready:
             return "loading"
-        if self._has_work and self._clock() - self._progress_s > self._plan.watchdog_s:
+        if self._has_work and self._watchdog.is_over:
             return "stalled"
         return "draining" if self._draining else "ready"
+
+    def watch(self) -> None:
+        """Call it about once a second: in a stall it logs, once, what every thread is doing, and tells observers."""
+        if not self._has_work or self.state != "stalled":
+            return
+        work = f"{self._scheduler.num_running} running and {self._num_waiting} waiting"
+        if self._watchdog.tell_once(work, self._thread):
+            self._observer.stalled()
 
     @property
     def is_idle(self) -> bool:
@@ -162,8 +184,8 @@ class Engine:
             num_used_blocks=self._pool.num_held,
             num_blocks=self._pool.num_blocks,
             num_steps=self._num_steps,
-            num_preemptions=self._num_preemptions,
-            last_step_age_s=self._clock() - self._progress_s if self._num_steps else None,
+            num_preemptions=self._preemptions.num,
+            last_step_age_s=self._watchdog.age_s if self._num_steps else None,
         )
 
     def expected_wait_s(self) -> float:
@@ -199,7 +221,7 @@ class Engine:
         try:
             while not self._stopping:
                 self._take_inbox()
-                step = self._scheduler.schedule()
+                step = self._schedule()
                 if step is None:
                     self._wait_for_work()
                 else:
@@ -208,19 +230,37 @@ class Engine:
         except BaseException as error:
             log.critical("the engine thread died", exc_info=True)
             self._dead = True
-            self._end_all(FinishReason.ERROR, EngineError(f"the engine has died: {type(error).__name__}: {error}"))
+            self._end_all(FinishReason.ERROR, EngineError(f"the engine has died: {_name(error)}"))
 
     def _take_inbox(self) -> None:
         with self._wake:
-            submitted, self._submitted = self._submitted, []
-            cancelled, self._cancelled = self._cancelled, []
             # Within the lock, so that submit() never misses a request that is between inbox and queue.
-            for request in submitted:
-                self._scheduler.add(request)
+            while self._submitted:
+                self._scheduler.add(self._submitted[0])
+                del self._submitted[0]
+            cancelled, self._cancelled = self._cancelled, []
         self._send([output for request in cancelled for output in self._scheduler.cancel(request)])
+
+    def _schedule(self) -> Step | None:
+        """The next step. When the scheduler itself fails, what runs ends; a second time in a row, the engine dies."""
+        try:
+            step = self._scheduler.schedule(self._suspects.next)
+        except Exception as error:
+            if self._has_recovered:
+                raise
+            self._has_recovered = True
+            log.error("scheduling failed", exc_info=True)
+            self._suspects.clear()
+            outputs = self._scheduler.recover(EngineError(f"scheduling failed: {_name(error)}"))
+            self._scheduler.check()
+            self._send(outputs)
+            return self._schedule()
+        self._has_recovered = False
+        return step
 
     def _wait_for_work(self) -> None:
         self._step_end_s = None
+        self._preemptions.warn(self._clock())
         with self._wake:
             if self._wake.wait_for(self._is_called, _CHECK_AFTER_IDLE_S):
                 return
@@ -238,18 +278,44 @@ class Engine:
         try:
             result = self._timed_run(step)
         except Exception as error:
-            log.error("a step of %d rows failed", step.num_rows, exc_info=True)
-            failure = EngineError(f"the step failed: {type(error).__name__}: {error}")
-            self._send(self._scheduler.abort(step, end=[p.request for p in step.pieces], error=failure))
-            self._progress_s = self._clock()
+            self._step_end_s = None
+            self._undo(step, error)
             return
-        self._step_end_s = self._progress_s = self._clock()
+        self._step_end_s = self._watchdog.progress()
         before = [len(piece.request.output) for piece in step.pieces]
-        outputs = self._scheduler.commit(step, result)
-        self._note_tokens(step, before)
+        outputs = self._commit(step, result)
+        self._note_tokens(step, before, self._step_end_s)
         self._num_steps += 1
         self._observer.step_done(self._stats(step, result, self._step_end_s - start_s, overhead_s))
         self._send(outputs)
+
+    def _undo(self, step: Step, error: Exception) -> None:
+        """A step failed. Whoever is to blame ends; the others start over, as if nothing had been."""
+        log.error("a step of %d rows for %d requests failed", step.num_rows, len(step.pieces), exc_info=True)
+        is_trial = self._suspects.next is not None
+        blamed = self._suspects.failed(step)
+        what = (
+            "it failed again by itself"
+            if is_trial
+            else "its step failed time and again, with no single request to blame"
+        )
+        failure = EngineError(f"the request could not be computed: {what}: {_name(error)}")
+        self._observer.step_failed()
+        self._send(self._scheduler.abort(step, end=blamed, error=failure))
+
+    def _commit(self, step: Step, result: StepResult) -> list[Output]:
+        """Takes in a step's result. When that fails, its requests end: what they were to be sent is lost."""
+        unfinished = [piece.request for piece in step.pieces if not piece.request.is_finished]
+        try:
+            outputs = self._scheduler.commit(step, result)
+        except Exception as error:
+            log.error("taking in the result of a step failed", exc_info=True)
+            failure = EngineError(f"the result of the step could not be taken in: {_name(error)}")
+            self._observer.step_failed()
+            outputs = self._scheduler.abort(step, end=unfinished, error=failure)
+            self._scheduler.check()
+        self._suspects.passed(step)
+        return outputs
 
     def _timed_run(self, step: Step) -> StepResult:
         start_s = self._clock()
@@ -260,16 +326,15 @@ class Engine:
 
     def _note_scheduled(self, step: Step, now_s: float) -> None:
         for request in step.preempted:
-            self._num_preemptions += 1
-            log.warning("request %s was preempted: the KV pool is full", request.id)
+            self._preemptions.add(request)
             self._observer.preempted(request)
+        self._preemptions.warn(now_s)
         for piece in step.pieces:
             if piece.request.timing.scheduled_s == 0.0:
                 piece.request.timing.scheduled_s = now_s
                 self._observer.admitted(piece.request)
 
-    def _note_tokens(self, step: Step, before: Sequence[int]) -> None:
-        now_s = self._progress_s
+    def _note_tokens(self, step: Step, before: Sequence[int], now_s: float) -> None:
         for piece, num_before in zip(step.pieces, before, strict=True):
             request, timing = piece.request, piece.request.timing
             if len(request.output) == num_before:
@@ -301,7 +366,21 @@ class Engine:
         for output in outputs:
             if output.finish_reason is not None:
                 self._note_finished(output.request)
-        self._deliver(outputs)
+        try:
+            self._deliver(outputs)
+        except Exception:
+            log.error("delivering %d outputs failed: each is tried by itself", len(outputs), exc_info=True)
+            for output in outputs:
+                self._deliver_one(output)
+
+    def _deliver_one(self, output: Output) -> None:
+        """Delivers one output; ends its request when that fails, since its reader would miss text."""
+        try:
+            self._deliver([output])
+        except Exception as error:
+            log.error("request %s: an output could not be delivered", output.request.id, exc_info=True)
+            failure = EngineError(f"a part of the answer could not be delivered: {_name(error)}")
+            self._send(self._scheduler.cancel(output.request, failure))
 
     def _note_finished(self, request: Request) -> None:
         timing = request.timing
@@ -313,10 +392,49 @@ class Engine:
     def _end_all(self, reason: FinishReason, error: EngineError | None) -> None:
         with self._wake:
             submitted, self._submitted = self._submitted, []
-        for request in submitted:
-            request.finish_reason, request.error = reason, error
-        ended = [Output(request, "", 0, finish_reason=reason, error=error) for request in submitted]
-        self._send(ended + self._scheduler.end_all(reason, error))
+        unfinished = [request for request in self._scheduler.requests if not request.is_finished]
+        try:
+            outputs = self._scheduler.end_all(reason, error)
+        except Exception:
+            # Its books are broken; what counts now is that nobody waits for ever.
+            log.error("ending all requests failed", exc_info=True)
+            outputs = [finish(request, reason, error) for request in unfinished]
+        self._send([finish(request, reason, error) for request in submitted] + outputs)
+
+
+class _Preemptions:
+    """Counts preemptions, and warns of them at most once a second."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._num_told = 0
+        self._told_s = float("-inf")
+        self._last_id = ""
+
+    def add(self, request: Request) -> None:
+        """One request lost its blocks."""
+        self.num += 1
+        self._last_id = request.id
+
+    def warn(self, now_s: float) -> None:
+        """Tells the log of those that it does not know of yet, unless it was told just now."""
+        if self.num == self._num_told or now_s - self._told_s < _WARN_EVERY_S:
+            return
+        log.warning(
+            "the KV pool is full: %d more preempted, the last of them request %s; they resume when others have ended "
+            "(--kv-memory enlarges the pool, a smaller --max-num-seqs lets more of them wait first)",
+            self.num - self._num_told,
+            self._last_id,
+        )
+        self._num_told, self._told_s = self.num, now_s
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _log_observer(observer: Observer, error: Exception) -> None:
+    log.error("%s failed, and goes on unless it fails again: this is said once", observer, exc_info=error)
 
 
 def _limits(plan: Plan) -> Limits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from chairlift.engine.request import Request
@@ -43,3 +44,62 @@ class Observer:
 
     def finished(self, request: Request) -> None:
         """It ended, however it ended; exactly once."""
+
+    def step_failed(self) -> None:
+        """A step failed and was undone; whom that ended, if anybody, is told by `finished`."""
+
+    def stalled(self) -> None:
+        """There was work and no step ended for too long; once a stall, and on another thread than the engine's."""
+
+
+class Observers(Observer):
+    """Tells each of its observers, in order. What one of them raises reaches neither the others nor the caller.
+
+    `on_error` gets the first error of each observer.
+    """
+
+    def __init__(self, *observers: Observer, on_error: Callable[[Observer, Exception], None]) -> None:
+        self._observers = observers
+        self._on_error = on_error
+        self._failed: list[Observer] = []
+
+    def step_done(self, stats: StepStats) -> None:
+        """A step was committed."""
+        self._tell(lambda observer: observer.step_done(stats))
+
+    def admitted(self, request: Request) -> None:
+        """Its first step was scheduled."""
+        self._tell(lambda observer: observer.admitted(request))
+
+    def first_token(self, request: Request) -> None:
+        """Its first token was sampled."""
+        self._tell(lambda observer: observer.first_token(request))
+
+    def next_token(self, request: Request, gap_s: float) -> None:
+        """A further token was sampled."""
+        self._tell(lambda observer: observer.next_token(request, gap_s))
+
+    def preempted(self, request: Request) -> None:
+        """It lost its blocks."""
+        self._tell(lambda observer: observer.preempted(request))
+
+    def finished(self, request: Request) -> None:
+        """It ended."""
+        self._tell(lambda observer: observer.finished(request))
+
+    def step_failed(self) -> None:
+        """A step failed."""
+        self._tell(lambda observer: observer.step_failed())
+
+    def stalled(self) -> None:
+        """No step ended for too long."""
+        self._tell(lambda observer: observer.stalled())
+
+    def _tell(self, event: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            try:
+                event(observer)
+            except Exception as error:
+                if not any(observer is failed for failed in self._failed):
+                    self._failed.append(observer)
+                    self._on_error(observer, error)

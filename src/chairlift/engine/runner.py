@@ -20,6 +20,7 @@ class Runner:
         batch = build(step, self._block_size)
         logits = self._model.run(batch.arrays)
         sampled: dict[int, Sampled] = {}
+        bad = {row.piece for row, is_finite in zip(batch.logit_rows, logits.finite, strict=True) if not is_finite}
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         for i, row in enumerate(batch.logit_rows):
             params = step.pieces[row.piece].request.params
@@ -28,8 +29,9 @@ class Runner:
                 prompt_logprobs.setdefault(row.piece, []).append(entry)
                 continue
             logprob = None if params.logprobs is None else _logprob(logits, i, row, params.logprobs)
-            sampled[row.piece] = Sampled(int(logits.tokens[i]), logprob, bool(logits.finite[i]))
-        return StepResult(sampled, prompt_logprobs)
+            sampled[row.piece] = Sampled(int(logits.tokens[i]), logprob)
+        # A prompt that is scored may go wrong at any of its rows, also in a step that samples nothing for it.
+        return StepResult(sampled | dict.fromkeys(bad, Sampled(SAMPLES, ok=False)), prompt_logprobs)
 
 
 def _logprob(logits: LogitResult, i: int, row: LogitRow, num_top: int) -> TokenLogprob:

@@ -85,6 +85,11 @@ class Scheduler:
         return bool(self._running or self._resuming or self._waiting)
 
     @property
+    def requests(self) -> tuple[Request, ...]:
+        """Everybody that it knows, in no order that matters."""
+        return (*self._running, *self._resuming, *self._waiting)
+
+    @property
     def max_tokens_per_request(self) -> int:
         """Most tokens, prompt and output, that one request may have."""
         return min(self._limits.max_model_len, self._pool.num_tokens)
@@ -117,35 +122,41 @@ class Scheduler:
         self.validate(request)
         self._waiting.append(request)
 
-    def cancel(self, request: Request) -> list[Output]:
+    def cancel(self, request: Request, error: EngineError | None = None) -> list[Output]:
         """Ends a request in whatever phase it is: its last event, and those that waited for it. Again: nothing."""
-        return self._end(request, FinishReason.CANCELLED, None)
+        return self._end(request, FinishReason.CANCELLED if error is None else FinishReason.ERROR, error)
 
     def end_all(self, reason: FinishReason, error: EngineError | None) -> list[Output]:
         """Ends everything, the step in flight too."""
         outputs = self.abort(self._in_flight) if self._in_flight else []
-        for request in (*self._running, *self._resuming, *self._waiting):
+        for request in self.requests:
             outputs += self._end(request, reason, error)
         return outputs
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Step | None:
+    def schedule(self, only: Request | None = None) -> Step | None:
         """The next step, or None when there is nothing to do.
 
         Decodes come first: every running request that lacks exactly one token gets it. Prompts share what is left.
+        With `only`, a running request, the step is its alone: the others keep their seats, and nobody joins.
         """
         if self._in_flight is not None:
             raise RuntimeError("the last step was neither committed nor aborted")
         self._registered.clear()
         self._early_hits.clear()
-        preempted = self._make_room()
-        self._admit()
-        if not self._running:
+        preempted: list[Request] = []
+        if only is None:
+            preempted = self._make_room()
+            self._admit()
+        else:
+            self._make_room_for(only)
+        members = self._running if only is None else [only]
+        if not members:
             return None
         budget = Budget(self._predictor, self._limits.max_num_batched_tokens)
-        pieces = {r: self._give(r, 1, budget) for r in self._running if r.num_uncomputed == 1}
-        self._share([r for r in self._running if r not in pieces], budget, pieces)
+        pieces = {r: self._give(r, 1, budget) for r in members if r.num_uncomputed == 1}
+        self._share([r for r in members if r not in pieces], budget, pieces)
         in_order = tuple(pieces[r] for r in self._running if r in pieces)
         self._in_flight = Step(in_order, budget.predicted_s, tuple(preempted))
         return self._in_flight
@@ -153,43 +164,48 @@ class Scheduler:
     def commit(self, step: Step, result: StepResult) -> list[Output]:
         """Takes in what the step computed and sampled; ends what is at its end and frees its blocks and slot."""
         assert step is self._in_flight, "not the step in flight"
-        self._in_flight = None
         outputs: list[Output] = []
         for i, piece in enumerate(step.pieces):
-            request = piece.request
+            request, sampled = piece.request, result.sampled.get(i)
             if not request.is_finished:
                 request.num_computed = piece.stop
                 accept_prompt_logprobs(request, piece.stop, result.prompt_logprobs.get(i, ()))
-                if piece.samples:
-                    output = accept(request, result.sampled.get(i), self.max_tokens_per_request)
+                if piece.samples or (sampled and not sampled.ok):
+                    output = accept(request, sampled, self.max_tokens_per_request)
                     outputs += [output] if output else []
             if request.finish_reason is FinishReason.ERROR:
                 self._withdraw(request)
             if request.is_finished:
                 self._leave(request)
+        self._in_flight = None  # not before: a commit that fails leaves its step to abort
         return self._hold_back(outputs)
 
     def abort(self, step: Step, *, end: Collection[Request] = (), error: EngineError | None = None) -> list[Output]:
-        """Undoes a step that failed: nothing that it was to compute can be found, and its requests will start over.
+        """Undoes a step that failed, or whose commit did: nothing that it was to compute can be found.
 
-        Those in `end` end with `error` instead. Whoever had already shared a block of the step starts over too.
+        Its requests keep their seats and start over; so does whoever had already shared a block of it. Those in `end`
+        end with `error` instead, also those that the failed commit had ended.
         """
         assert step is self._in_flight, "not the step in flight"
         self._in_flight = None
+        return self._undo({piece.request for piece in step.pieces}, end, error)
+
+    def recover(self, error: EngineError) -> list[Output]:
+        """Ends all that runs, after schedule() itself has failed half way."""
+        running = [request for request in self._running if not request.is_finished]
+        return self._undo(set(running), running, error)
+
+    def _undo(self, members: Collection[Request], end: Collection[Request], error: EngineError | None) -> list[Output]:
         for request in self._early_hits:
             request.num_cached = (request.num_cached or 0) - self._pool.block_size
-        pieces = {piece.request for piece in step.pieces}
-        for request in reversed(self._running.copy()):
-            if request.is_finished:
+        for request in self._running.copy():
+            if request in end or request.is_finished:
                 self._leave(request)
-            elif request in pieces or not self._registered.keys().isdisjoint(request.block_table):
-                self._displace(request)
+            elif request in members or not self._registered.keys().isdisjoint(request.block_table):
+                self._start_over(request)
         for block in self._registered:
             self._pool.withdraw(block)
-        outputs: list[Output] = []
-        for request in end:
-            outputs += self._end(request, FinishReason.ERROR, error)
-        return outputs
+        return self._hold_back([finish(request, FinishReason.ERROR, error) for request in end])
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -215,12 +231,25 @@ class Scheduler:
         self._take_hits(request)
         return request.num_computed < len(request.block_table) * self._pool.block_size
 
+    def _make_room_for(self, only: Request) -> None:
+        """Gives one running request a slot for its next token, at the cost of the others, the youngest first."""
+        others = (request for request in reversed(self._running.copy()) if request is not only)
+        while not self._has_slot(only):
+            if self._pool.num_available:
+                only.block_table.append(self._pool.take())
+            else:
+                self._start_over(next(others))
+
     def _displace(self, request: Request) -> None:
         """Takes a running request's blocks and slot; it will be recomputed, ahead of all that wait now."""
         self._running.remove(request)
+        self._start_over(request)
+        self._resuming.appendleft(request)
+
+    def _start_over(self, request: Request) -> None:
+        """Takes a running request's blocks; it will be recomputed."""
         self._release(request)
         self._displaced.add(request)
-        self._resuming.appendleft(request)
 
     def _release(self, request: Request) -> None:
         self._pool.release(request.block_table)

@@ -52,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the runner chose for one piece that samples; `ok` is False when its logits were not finite."""
+    """What the runner chose for one piece that samples; `ok` is False, for any piece, when logits were not finite."""
 
     token: int
     logprob: TokenLogprob | None = None

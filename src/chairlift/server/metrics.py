@@ -78,6 +78,10 @@ class Metrics(Observer):
         self._success = self._counters("request_success", "Answered requests.", "finished_reason", answered)
         self._cancelled = self._counters("requests_cancelled", "Requests whose client left.", "phase", PHASES)
         self._failed = self._counter("requests_failed", "Requests that an error ended.")
+        self._failed_steps = self._counter(
+            "steps_failed", "Steps that failed and were tried again without the culprit."
+        )
+        self._stalls = self._counter("stalls", "Times that there was work and no step ended for too long.")
         self._refused = Counter(
             PREFIX + "requests_refused",
             "Requests refused, by error code.",
@@ -158,6 +162,14 @@ class Metrics(Observer):
     def preempted(self, request: Request) -> None:
         """It lost its blocks."""
         self._preemptions.inc()
+
+    def step_failed(self) -> None:
+        """A step failed."""
+        self._failed_steps.inc()
+
+    def stalled(self) -> None:
+        """No step ended for too long."""
+        self._stalls.inc()
 
     def finished(self, request: Request) -> None:
         """It ended. Latencies are of answers only: a client that leaves early would flatter them."""

@@ -27,7 +27,6 @@ from chairlift.errors import Draining, EngineError, Unavailable
 from chairlift.server.dispatch import Dispatch, Listener
 from chairlift.server.log import RequestLog, Summary
 from chairlift.server.metrics import Metrics
-from chairlift.server.observers import Observers
 from chairlift.server.prepare import Job, Preparer
 from chairlift.server.problem import ClientGone, Interrupted, Loading
 from chairlift.server.sse import Pace
@@ -53,7 +52,7 @@ class Serving:
         self.preparer = Preparer.of(loaded, config)
         self.metrics = Metrics(loaded.plan)
         self.summary = Summary()
-        self.engine: Engine = loaded.engine(dispatch.deliver, Observers(self.metrics, RequestLog(), self.summary))
+        self.engine: Engine = loaded.engine(dispatch.deliver, [self.metrics, RequestLog(), self.summary])
         self.metrics.watch(self.engine.snapshot)
 
 
@@ -85,13 +84,12 @@ class Service:
     @property
     def state(self) -> State:
         """Readiness."""
-        if self.failure is not None:
+        engine_state = "loading" if self._serving is None else self._serving.engine.state
+        if self.failure is not None or engine_state == "dead":
             return "dead"
         if self._draining:
             return "draining"
-        if not self._is_warm or self._serving is None:
-            return "loading"
-        return self._serving.engine.state
+        return engine_state if self._is_warm else "loading"
 
     @property
     def serving(self) -> Serving:
@@ -237,10 +235,17 @@ class Service:
                 state = self.state
             if state == "dead" and self.failure is None:
                 self._fail(EngineError("the engine has died"))
+            if self._serving is None:
+                continue
             now_s = time.monotonic()
-            if self._serving is not None and now_s - since_s >= _SUMMARY_S:
-                self._serving.summary.write(self._serving.engine.snapshot(), now_s - since_s)
-                since_s = now_s
+            is_due = now_s - since_s >= _SUMMARY_S
+            try:
+                self._serving.engine.watch()
+                if is_due:
+                    self._serving.summary.write(self._serving.engine.snapshot(), now_s - since_s)
+            except Exception:
+                log.exception("telling the log of the work done failed")  # and a death must still be noticed
+            since_s = now_s if is_due else since_s
 
     def _fail(self, error: Exception) -> None:
         self.failure = error
