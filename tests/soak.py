@@ -60,6 +60,8 @@ TURN_S = 120
 MAX_GROWTH_BYTES = 48 * 1024**2
 """Memory that may be added after the first half: buffers of the allocator and sockets, not a leak of thousands of
 requests."""
+MAX_MORE = 2
+"""Descriptors, since connections of our own may still be closing; threads, since workers are made when first needed."""
 MAX_SHOWN = 20
 
 
@@ -116,14 +118,25 @@ class Asking:
         self.tally.refusal_ms.append(1000 * (time.perf_counter() - start))
         raise Refused
 
+    async def refuse(self, bad: Malformed, key: str) -> None:
+        """A wrong request gets its 4xx, also while the queue is full."""
+        headers = {"authorization": f"Bearer {key}", **dict(bad.headers)}
+        try:
+            reply = await exchange(self.port, request_bytes(bad.method, bad.path, bad.body, headers))
+        except (ConnectionError, EOFError):
+            # A server that refuses a body before it has read it may close before we have written it.
+            if bad.status != 413:
+                raise
+            return
+        self.tally.check(bad.is_right(reply), f"{bad.body[:200]!r} got {reply.status} {reply.body[:200]!r}")
+
 
 class Storm(Asking):
     """The clients. Each does one thing after the other, drawn at random, until the time is over."""
 
-    def __init__(self, port: int, tally: Tally, expected: Sequence[tuple[Case, Any]], big: tuple[Case, Any]) -> None:
+    def __init__(self, port: int, tally: Tally, expected: Sequence[tuple[Case, Any]]) -> None:
         super().__init__(port, tally)
         self._expected = expected
-        self._big = big
         self._kinds: dict[str, tuple[int, Callable[[random.Random, str], Awaitable[None]]]] = {
             "whole": (20, self._whole),
             "streamed": (20, self._streamed),
@@ -161,7 +174,7 @@ class Storm(Asking):
         await self._compare(*choose.choice(self._expected), key, is_streamed=True)
 
     async def _slow(self, choose: random.Random, key: str) -> None:
-        await self._compare(*self._big, key, is_streamed=True, is_slow=True)
+        await self._compare(*self._expected[-1], key, is_streamed=True, is_slow=True)
 
     async def _compare(self, case: Case, expected: Any, key: str, **how: Any) -> None:
         answer = await self.answer(case, key, **how)
@@ -170,7 +183,7 @@ class Storm(Asking):
         self.tally.check(answer == expected, f"{case.request()!r} said {answer!r}, alone {expected!r}")
 
     async def _leave(self, choose: random.Random, key: str) -> None:
-        case = choose.choice((*self._expected, self._big))[0]
+        case = choose.choice(self._expected)[0]
         wire = await Wire.connect(self.port)
         await wire.send(self.post(case, key, stream=choose.random() < 0.6))
         await asyncio.sleep(choose.choice((0.0, 0.001, choose.expovariate(4.0), choose.expovariate(1.0))))
@@ -185,18 +198,6 @@ class Storm(Asking):
 
     async def _malformed(self, choose: random.Random, key: str) -> None:
         await self.refuse(choose.choice(MALFORMED), key)
-
-    async def refuse(self, bad: Malformed, key: str) -> None:
-        """A wrong request gets its 4xx, also while the queue is full."""
-        headers = {"authorization": f"Bearer {key}", **dict(bad.headers)}
-        try:
-            reply = await exchange(self.port, request_bytes(bad.method, bad.path, bad.body, headers))
-        except (ConnectionError, EOFError):
-            # A server that refuses a body before it has read it may close before we have written it.
-            if bad.status != 413:
-                raise
-            return
-        self.tally.check(bad.is_right(reply), f"{bad.body[:200]!r} got {reply.status} {reply.body[:200]!r}")
 
     async def _garbage(self, choose: random.Random, _: str) -> None:
         with contextlib.suppress(ConnectionError, EOFError, asyncio.IncompleteReadError):
@@ -252,21 +253,6 @@ async def check_secrets(asking: Asking, seconds: float) -> int:
     return num_repeated
 
 
-async def check_drain(server: Server, asking: Asking, big: tuple[Case, Any]) -> None:
-    """SIGTERM in the middle of an answer."""
-    case, expected = big
-    wire = await Wire.connect(server.port)
-    await wire.send(asking.post(case, stream=True))
-    await wire.head()
-    pieces = wire.pieces()
-    body = await anext(pieces)
-    status = asyncio.create_task(asyncio.to_thread(server.end, 90.0))
-    body += b"".join([piece async for piece in pieces])
-    wire.close()
-    asking.tally.check(answer_of(case, parse_stream(body)) == expected, "SIGTERM changed an answer under way")
-    asking.tally.check(await status == 0, f"exit status {server.process.returncode} after SIGTERM")
-
-
 class Watch:
     """Samples the process's memory while the storm blows."""
 
@@ -305,68 +291,103 @@ def latency(times: Sequence[float]) -> dict[str, float]:
     return {"p50": round(cuts[49], 1), "p99": round(cuts[98], 1), "max": round(max(times), 1), "count": len(times)}
 
 
-async def soak(server: Server, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs it all on one server, which has ended afterwards; the report."""
-    tally, choose = Tally(), random.Random(options.seed)
-    asking = Asking(server.port, tally)
-    cases = [*make_cases(choose, options.cases), big_case(choose)]
-    tell(f"{len(cases)} cases alone")
-    *expected, big = list(zip(cases, await alone(asking, cases), strict=True))
-    before = (server.num_descriptors(), server.num_threads())
+class Soak:
+    """One soak of one server, phase by phase; `report` says how far it came."""
 
-    tell(f"{options.clients} clients for {options.seconds:g} s, seed {options.seed}")
-    storm, watch = Storm(server.port, tally, expected, big), Watch(server)
-    with polling(server.port) as times:
-        watching = asyncio.create_task(watch.run())
-        await storm.run(options.seconds, options.clients, options.seed)
-        watching.cancel()
+    def __init__(self, server: Server, options: argparse.Namespace) -> None:
+        self._server = server
+        self._options = options
+        self._tally = Tally()
+        self._asking = Asking(server.port, self._tally)
+        self._figures: dict[str, Any] = {}
+        self._cases: list[Case] = []
+        self._expected: list[tuple[Case, Any]] = []
 
-    tell("quiet")
-    await come_to_rest(server, tally)
-    for bad in MALFORMED:
-        await storm.refuse(bad, KEYS[0])
-    num_repeated = await check_secrets(asking, options.seconds / 3)
-    answers = await alone(asking, cases[:5])
-    tally.check(
-        answers == [answer for _, answer in expected[:5]], "the same questions have other answers after the storm"
-    )
-    await come_to_rest(server, tally)
-    after = (server.num_descriptors(), server.num_threads())
-    tally.check(after <= (before[0] + 2, before[1]), f"descriptors and threads: {before} before, {after} after")
-    first, second = watch.peaks
-    tally.check(second - first <= MAX_GROWTH_BYTES, f"memory grew from {first} to {second} bytes")
-    small = {path: latency(of_path) for path, of_path in times.items()}
-    for path, figures in small.items():
-        tally.check(figures["p99"] <= options.p99_ms, f"{path} took {figures['p99']} ms at p99")
-    preemptions, failed = server.metric("num_preemptions_total"), server.metric("requests_failed_total")
-    tally.check(preemptions > 0, "nothing was preempted: the pool was not tight")
-    tally.check(failed == 0, f"{failed:g} requests failed")
-    figures = {
-        "preemptions": int(preemptions),
-        "output_tokens": int(server.metric("generation_tokens_total")),
-        "cancelled": int(server.metric("requests_cancelled_total")),
-        "prefix_hit_tokens": int(server.metric("prefix_cache_hits_total")),
-    }
-    await check_drain(server, asking, big)
-    return {
-        "soak": "model",
-        "model": str(options.model) if not options.tiny else "tiny",
-        "seed": options.seed,
-        "seconds": options.seconds,
-        "clients": options.clients,
-        "tried": dict(sorted(tally.counts.items())),
-        **figures,
-        "secrets": {"asked": len(tally.secrets), "said_by_their_owner": _num_said(tally), "asked_again": num_repeated},
-        "endpoint_ms": small,
-        "refusal_ms": latency(tally.refusal_ms) if len(tally.refusal_ms) > 1 else {},
-        "resident_mib": {"first_half": first >> 20, "second_half": second >> 20},
-        "lost": tally.lost[:MAX_SHOWN],
-        "num_lost": len(tally.lost),
-    }
+    async def run(self) -> None:
+        """All phases; a phase that fails is a loss and the last one."""
+        for phase in (self._alone, self._storm, self._quiet, self._count, self._drain):
+            tell(phase.__name__.strip("_"))
+            try:
+                await phase()
+            except Exception as error:
+                self._tally.lose(f"{phase.__name__.strip('_')}: {type(error).__name__}: {error}")
+                tell("".join(self._server.lines[-50:]))
+                return
 
+    @property
+    def report(self) -> dict[str, Any]:
+        """What was tried and what was lost."""
+        tally, options = self._tally, self._options
+        return {
+            "soak": "model",
+            "model": "tiny" if options.tiny else options.model,
+            "seed": options.seed,
+            "seconds": options.seconds,
+            "clients": options.clients,
+            "tried": dict(sorted(tally.counts.items())),
+            **self._figures,
+            "lost": tally.lost[:MAX_SHOWN],
+            "num_lost": len(tally.lost),
+        }
 
-def _num_said(tally: Tally) -> int:
-    return sum(secret in text_of(answer) for secret, answer in tally.secrets.items() if answer)
+    async def _alone(self) -> None:
+        choose = random.Random(self._options.seed)
+        self._cases = [*make_cases(choose, self._options.cases), big_case(choose)]
+        self._expected = list(zip(self._cases, await alone(self._asking, self._cases), strict=True))
+
+    async def _storm(self) -> None:
+        server, options = self._server, self._options
+        before = (server.num_descriptors(), server.num_threads())
+        storm, watch = Storm(server.port, self._tally, self._expected), Watch(server)
+        with polling(server.port) as times:
+            watching = asyncio.create_task(watch.run())
+            await storm.run(options.seconds, options.clients, options.seed)
+            watching.cancel()
+        await come_to_rest(server, self._tally)
+        after = (server.num_descriptors(), server.num_threads())
+        is_tidy = all(now <= then + MAX_MORE for then, now in zip(before, after, strict=True))
+        self._tally.check(is_tidy, f"descriptors and threads: {before} before, {after} after")
+        first, second = watch.peaks
+        self._tally.check(second - first <= MAX_GROWTH_BYTES, f"memory grew from {first} to {second} bytes")
+        self._figures["resident_mib"] = {"first_half": first >> 20, "second_half": second >> 20}
+        small = self._figures["endpoint_ms"] = {path: latency(of_path) for path, of_path in times.items()}
+        for path, figures in small.items():
+            self._tally.check(figures["p99"] <= options.p99_ms, f"{path} took {figures['p99']} ms at p99")
+
+    async def _quiet(self) -> None:
+        """The same questions once more, those with secrets too."""
+        for bad in MALFORMED:
+            await self._asking.refuse(bad, KEYS[0])
+        num_repeated = await check_secrets(self._asking, self._options.seconds / 3)
+        again = await alone(self._asking, self._cases[:5])
+        self._tally.check(again == [a for _, a in self._expected[:5]], "other answers after the storm than before it")
+        await come_to_rest(self._server, self._tally)
+        said = sum(secret in text_of(answer) for secret, answer in self._tally.secrets.items() if answer)
+        asked = len(self._tally.secrets)
+        self._figures["secrets"] = {"asked": asked, "said_to_their_owner": said, "asked_again": num_repeated}
+
+    async def _count(self) -> None:
+        names = ("num_preemptions", "generation_tokens", "requests_cancelled", "requests_failed", "prefix_cache_hits")
+        counts = {name: int(self._server.metric(f"{name}_total")) for name in names}
+        self._tally.check(counts["num_preemptions"] > 0, "nothing was preempted: the pool was not tight")
+        self._tally.check(counts["requests_failed"] == 0, f"{counts['requests_failed']} requests failed")
+        self._figures["counted"] = counts
+        if len(self._tally.refusal_ms) > 1:
+            self._figures["refusal_ms"] = latency(self._tally.refusal_ms)
+
+    async def _drain(self) -> None:
+        """SIGTERM in the middle of an answer."""
+        case, expected = self._expected[-1]
+        wire = await Wire.connect(self._server.port)
+        await wire.send(self._asking.post(case, stream=True))
+        await wire.head()
+        pieces = wire.pieces()
+        body = await anext(pieces)
+        status = asyncio.create_task(asyncio.to_thread(self._server.end, 90.0))
+        body += b"".join([piece async for piece in pieces])
+        wire.close()
+        self._tally.check(answer_of(case, parse_stream(body)) == expected, "SIGTERM changed an answer under way")
+        self._tally.check(await status == 0, f"exit status {self._server.process.returncode} after SIGTERM")
 
 
 def tell(line: str) -> None:
@@ -380,11 +401,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.tiny:
             model, kv_bytes = tiny_model(Path(directory) / "tiny.gguf"), 2 * 2 * 2 * 16 * 2
         with serving(model, "--kv-memory", str(POOL_TOKENS * kv_bytes), *FLAGS) as server:
-            try:
-                return asyncio.run(soak(server, options))
-            except BaseException:
-                tell("".join(server.lines[-50:]))
-                raise
+            soak = Soak(server, options)
+            asyncio.run(soak.run())
+            return soak.report
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
