@@ -303,6 +303,19 @@ def models(
 
 
 @app.command()
+def wait(
+    url: Annotated[str, typer.Argument(help="Where the server is.")] = "http://127.0.0.1:8000",
+    timeout: Annotated[str, typer.Option(metavar="S", help="Seconds to wait; 0 asks once.")] = "300",
+) -> None:
+    """Wait until a server is ready. Exit status: 0 ready, 1 not in time, 2 wrong usage, 3 it has failed."""
+    from chairlift.wait import Server
+    from chairlift.wait import wait as wait_for
+
+    seconds = Setting("timeout", "", kinds.real(0, 86400), "", 300.0, "300", False, False).parse(timeout, "--timeout")
+    raise typer.Exit(int(wait_for(Server.parse(url), seconds, _say)))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     print(f"chairlift {__version__}")

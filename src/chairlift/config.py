@@ -322,6 +322,11 @@ def load(flags: Mapping[str, object] | None = None, environ: Mapping[str, str] |
     return Config(**values)
 
 
+def notify_socket(environ: Mapping[str, str] | None = None) -> str | None:
+    """Where a service manager wants to be told that the server is ready (sd_notify(3)); None where none listens."""
+    return (os.environ if environ is None else environ).get("NOTIFY_SOCKET")
+
+
 def _from_file(file: str, source: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(file).expanduser().read_text(encoding="utf-8"))

@@ -6,6 +6,7 @@ serve():  bind the port ──> accept (503 loading) ──> ready ──> SIGTE
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -24,10 +25,11 @@ from starlette.routing import Route
 
 from chairlift import boot, card
 from chairlift.boot import Loaded
-from chairlift.config import Config
+from chairlift.config import Config, notify_socket
 from chairlift.errors import ChairliftError, ConfigError, EngineError
-from chairlift.server import health, log, openai
+from chairlift.server import arrivals, health, log, openai
 from chairlift.server.middleware import Auth, Errors, Keys, RequestId
+from chairlift.server.notify import Manager
 from chairlift.server.openapi import openapi
 from chairlift.server.problem import NoSuchPath, WrongMethod, error_response
 from chairlift.server.service import Service
@@ -35,6 +37,9 @@ from chairlift.server.sse import Pace
 
 _LINGER_S = 5
 """After draining, what uvicorn may take to see connections close."""
+_LAST_CALL_S = 0.2
+"""What somebody who has connected before the end may take to send a request, and be told that it is the end."""
+_TICKS_PER_S = 10
 _KEEP_ALIVE_S = 75
 """Longer than nginx keeps an idle upstream connection (60 s), so that it is never nginx that loses the race."""
 
@@ -111,9 +116,10 @@ async def _http_error(_: Request, error: Exception) -> Response:
 class _Server(uvicorn.Server):
     """uvicorn, whose first signal drains and whose second one ends."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, manager: Manager) -> None:
         super().__init__(config)
         self._service = service
+        self._manager = manager
         self.was_forced = False
         self._is_draining = False
 
@@ -126,7 +132,18 @@ class _Server(uvicorn.Server):
         """Called ten times a second."""
         if self._is_draining:
             self._service.drain()
+        self._manager.tell(self._service.state)
+        if counter % _TICKS_PER_S == 0:
+            self._manager.alive()
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends, once everybody who had connected has been answered."""
+        for sock in sockets or ():
+            arrivals.stop(sock)
+        if not self.force_exit:
+            await asyncio.sleep(_LAST_CALL_S)
+        await super().shutdown(sockets)
 
     def leave(self) -> None:
         """Ends the server; what it still answers is over."""
@@ -151,7 +168,7 @@ def serve(config: Config) -> None:
 def _run(config: Config, sock: socket.socket) -> None:
     app = build_app(lambda: boot.load(config, progress=_tell), config)
     service: Service = app.state.service
-    server = _Server(_uvicorn_config(app), service)
+    server = _Server(_uvicorn_config(app), service, Manager(notify_socket()))
     address = _url(sock)
     service.on_end = server.leave
     service.on_ready = lambda loaded: _announce(loaded, address)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from chairlift.errors import (
     ChairliftError,
     ContextLengthExceeded,
+    Draining,
     QueueFull,
     RequestError,
     Unauthorized,
@@ -97,9 +98,13 @@ class Loading(Unavailable):
 
 
 class Interrupted(Unavailable):
-    """The server ended a request that it had begun: the time for draining was over."""
+    """The server ended a request that it had begun: the time for draining was over.
+
+    Not 503, which tells a proxy that nothing was begun and that it may ask elsewhere.
+    """
 
     code = "interrupted"
+    http_status = 500
 
 
 class ClientGone(Exception):
@@ -139,7 +144,8 @@ def status_of(error: Exception) -> int:
 def headers_of(error: Exception) -> dict[str, str]:
     """What an error says beside its body."""
     if isinstance(error, Unavailable):
-        return {"retry-after": str(error.retry_after_s)}
+        leave = {"connection": "close"} if isinstance(error, Draining) else {}  # the next request must go elsewhere
+        return {"retry-after": str(error.retry_after_s)} | leave
     if isinstance(error, Unauthorized):
         return {"www-authenticate": "Bearer"}
     return {}
