@@ -15,12 +15,16 @@ from rich.console import Console
 from chairlift import boot, card
 from chairlift.boot import Loaded
 from chairlift.config import Config
+from chairlift.keys import ApiKey
 
 
 @pytest.fixture(scope="module")
 def loaded(tiny_gguf: Callable[..., Path]) -> Loaded:
     config = Config(
-        model=str(tiny_gguf()), backend="reference", served_model_name=("it's", "b"), api_key=("open-sesame",)
+        model=str(tiny_gguf()),
+        backend="reference",
+        served_model_name=("it's", "b"),
+        api_key=(ApiKey.parse("open-sesame"),),
     )
     return boot.load(config)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from chairlift import config
 from chairlift.config import SETTINGS, Config, load
 from chairlift.errors import ConfigError
+from chairlift.keys import ApiKey
 
 
 def refused(flags: dict[str, object] | None = None, environ: dict[str, str] | None = None) -> str:
@@ -48,7 +49,7 @@ def test_config_flag_beats_config_variable(tmp_path: Path) -> None:
 def test_flags_not_given_are_no_flags(tmp_path: Path) -> None:
     """None from the command line hiding what the environment says."""
     assert load({"port": None, "api_key": []}, {"CHAIRLIFT_PORT": "9", "CHAIRLIFT_API_KEY": "a,b"}) == Config(
-        port=9, api_key=("a", "b")
+        port=9, api_key=(ApiKey.parse("a"), ApiKey.parse("b"))
     )
 
 
@@ -152,7 +153,8 @@ def test_other_hosts_need_a_key_or_plain_words(host: str) -> None:
     """A server open to the network because of one flag."""
     with pytest.raises(ConfigError, match="--allow-open"):
         Config(host=host).require_safe_host()
-    Config(host=host, api_key=("secret",)).require_safe_host()
+    Config(host=host, api_key=(ApiKey.parse("secret"),)).require_safe_host()
+    Config(host=host, api_key_file=Path("keys")).require_safe_host()
     Config(host=host, allow_open=True).require_safe_host()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from chairlift.config import Config
 from chairlift.errors import EngineError
+from chairlift.keys import ApiKey
 from chairlift.server.sse import Pace
 from served import (
     CHAT,
@@ -154,7 +155,7 @@ def test_queue_full_is_refused_at_once() -> None:
             assert answer.status_code == 503
             assert 1 <= int(answer.headers["retry-after"]) <= 60
             error = answer.json()["error"]
-            assert (error["code"], error["num_waiting"], error["num_running"]) == ("queue_full", 1, 1)
+            assert (error["code"], error["waiting"], error["running"]) == ("queue_full", 1, 1)
             gate.open()
             assert [(await call.done()).status for call in (first, second)] == [200, 200]
 
@@ -173,7 +174,7 @@ def test_a_client_that_leaves_is_noticed_in_every_phase(phase: str, stream: bool
 
     async def test() -> None:
         gate = Gate()
-        config = Config(api_key=("sesame-open",), cors_origin=("*",))
+        config = Config(api_key=(ApiKey.parse("sesame-open"),), cors_origin=("*",))
         app = fake_app(gate, config=config, max_num_seqs=2 if phase != "queued" else 1, max_num_batched_tokens=16)
         headers = {"authorization": "Bearer sesame-open", "origin": "http://page"}
         async with serving(app) as http:
@@ -317,7 +318,7 @@ def test_one_log_line_per_request_and_nothing_of_its_text(caplog: pytest.LogCapt
     """Fault: a request leaves no line, or its words are in it."""
 
     async def test() -> None:
-        app = fake_app(config=Config(api_key=("sesame-open",)))
+        app = fake_app(config=Config(api_key=(ApiKey.parse("sesame-open"),)))
         async with serving(app) as http:
             headers = {"authorization": "Bearer sesame-open", "x-request-id": "abc-1"}
             body = {**HELLO, "messages": [{"role": "user", "content": "platypus"}]}
@@ -331,7 +332,12 @@ def test_one_log_line_per_request_and_nothing_of_its_text(caplog: pytest.LogCapt
     (line,) = [record for record in caplog.records if record.message.startswith("request ")]
     fields: dict[str, Any] = line.fields  # type: ignore[attr-defined]
     assert fields["id"].startswith("chatcmpl-abc-1-")
-    assert (fields["key"], fields["prompt_tokens"], fields["output_tokens"], fields["end"]) == ("key1", 25, 8, "length")
+    assert (fields["key"], fields["prompt_tokens"], fields["output_tokens"], fields["end"]) == (
+        "key-1",
+        25,
+        8,
+        "length",
+    )
     assert 0 <= fields["queue_s"] <= fields["ttft_s"] <= fields["e2e_s"]
     assert "platypus" not in caplog.text
     assert "sesame" not in caplog.text

@@ -19,7 +19,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from chairlift import keys
 from chairlift.errors import ConfigError
+from chairlift.keys import ApiKey, Keyring
 
 ENV_PREFIX = "CHAIRLIFT_"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
@@ -117,6 +119,17 @@ def path() -> Kind:
     return Kind(parse, "a path", "PATH")
 
 
+def key() -> Kind:
+    """An API key, of which only a digest is kept."""
+
+    def parse(value: object) -> ApiKey:
+        if not isinstance(value, str):
+            raise ValueError
+        return ApiKey.parse(value)
+
+    return Kind(parse, keys.LIMITS, "KEY")
+
+
 def switch() -> Kind:
     """On or off."""
     words = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
@@ -184,7 +197,6 @@ _model, _server, _memory, _scheduling, _machine = map(
 )
 
 _NAME = text("text without spaces", r"[^\s\x00-\x1f\x7f]+")
-_KEY = text("visible ASCII characters without spaces", r"[!-~]+")
 _ORIGIN = text("* or an origin like https://example.org", r"\*|https?://[^\s/,]+")
 _CACHE = Path("~/.cache/chairlift")
 
@@ -204,8 +216,20 @@ class Config:
     served_model_name: tuple[str, ...] = _server(
         (), _NAME, "Name that clients ask for; give it again for aliases.", "the model's own", repeat=True
     )
-    api_key: tuple[str, ...] = _server(
-        (), _KEY, "Key that clients must send; give it again for more keys.", "none", repeat=True, secret=True
+    api_key: tuple[ApiKey, ...] = _server(
+        (), key(), "Key that clients must send; give it again for more keys.", "none", repeat=True, secret=True
+    )
+    api_key_file: Path | None = _server(  # noqa: RUF009
+        None, path(), "File of more keys, a line `NAME SECRET` for each: unlike a flag, others cannot see it.", "none"
+    )
+    max_running_per_key: int | None = _server(
+        None,
+        whole(1, 1024),
+        "Requests of one API key that run at once; more of them wait, and others pass.",
+        "all slots",
+    )
+    isolate_keys: bool = _server(
+        False, switch(), "Never reuse the KV of one API key's prompts for another's, so that none can be guessed at."
     )
     allow_open: bool = _server(False, switch(), "Listen beyond loopback without any API key.")
     cors_origin: tuple[str, ...] = _server(
@@ -247,6 +271,9 @@ class Config:
     max_queue: int | None = _scheduling(
         None, whole(0, 100_000), "Requests that may wait; one more gets a 503.", "2 x slots"
     )
+    max_queue_wait: float | None = _scheduling(
+        None, real(0.1, 86400), "Seconds after which a request that still waits gets that 503.", "no limit"
+    )
     batching: Literal["continuous", "static", "serial"] = _scheduling(
         "continuous",
         one_of("continuous", "static", "serial"),
@@ -271,12 +298,20 @@ class Config:
 
     def require_safe_host(self) -> None:
         """ConfigError when strangers could reach a server that asks for no key and nobody said that this is meant."""
-        if self.api_key or self.allow_open or _is_loopback(self.host):
+        if self.api_key or self.api_key_file or self.allow_open or _is_loopback(self.host):
             return
         raise ConfigError(
             f"--host {self.host} lets other machines in, and no API key is set",
             hint="add --api-key KEY, or --allow-open if anybody who reaches this address may use it",
         )
+
+    def keyring(self) -> Keyring:
+        """All API keys, those of the file too. ConfigError when they cannot be had, or what is asked of them not."""
+        ring = Keyring([*self.api_key, *(keys.read(self.api_key_file) if self.api_key_file else ())])
+        for name in ("max_running_per_key", "isolate_keys"):
+            if getattr(self, name) and not ring:
+                raise ConfigError(f"{SETTINGS[name].flag} has no effect without API keys", hint="add --api-key KEY")
+        return ring
 
 
 def _is_loopback(host: str) -> bool:

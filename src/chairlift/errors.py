@@ -10,7 +10,9 @@ ChairliftError
 │   ├── ModelNotFound       404
 │   └── Unauthorized        401
 ├── Unavailable             503: ask again later
-│   ├── QueueFull
+│   ├── Busy
+│   │   ├── QueueFull
+│   │   └── QueueWait
 │   └── Draining
 ├── Cancelled               499: the client went away
 └── EngineError             500: ours
@@ -19,6 +21,10 @@ ChairliftError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
+
+MAX_RETRY_AFTER_S = 60
+"""Nobody is told to stay away for longer: much may change in a minute."""
 
 
 class ChairliftError(Exception):
@@ -118,19 +124,33 @@ class Unavailable(ChairliftError):
         self.retry_after_s = max(1, retry_after_s)
 
 
-class QueueFull(Unavailable):
+class Busy(Unavailable):
+    """Too many others are being served: how many, and how long one more would have to wait, as far as is known."""
+
+    code = "busy"
+
+    def __init__(self, what: str, *, num_waiting: int, num_running: int, expected_wait_s: float) -> None:
+        retry_after_s = max(1, min(MAX_RETRY_AFTER_S, ceil(expected_wait_s)))
+        super().__init__(
+            f"{what}: {num_waiting} waiting, {num_running} running",
+            retry_after_s=retry_after_s,
+            hint=f"try again in about {retry_after_s} s",
+        )
+        self.num_waiting = num_waiting
+        self.num_running = num_running
+        self.expected_wait_s = expected_wait_s
+
+
+class QueueFull(Busy):
     """More requests wait than `max_queue` allows."""
 
     code = "queue_full"
 
-    def __init__(self, *, num_waiting: int, num_running: int, retry_after_s: int) -> None:
-        super().__init__(
-            f"the queue is full: {num_waiting} waiting, {num_running} running",
-            retry_after_s=retry_after_s,
-            hint=f"try again in about {max(1, retry_after_s)} s",
-        )
-        self.num_waiting = num_waiting
-        self.num_running = num_running
+
+class QueueWait(Busy):
+    """It has waited for a slot for longer than `max_queue_wait` allows."""
+
+    code = "queue_wait"
 
 
 class Draining(Unavailable):

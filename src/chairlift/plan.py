@@ -48,6 +48,8 @@ class Plan:
     watchdog_s: float
     threads: int
     isa: str
+    max_queue_wait_s: float | None = None  # None: as long as it takes
+    max_running_per_key: int | None = None
     notes: tuple[str, ...] = ()  # each thing that was lowered or chosen, and why
 
     @property
@@ -115,6 +117,8 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDis
         watchdog_s=config.watchdog_s,
         threads=_threads(config, machine, notes),
         isa=isa,
+        max_queue_wait_s=config.max_queue_wait,
+        max_running_per_key=config.max_running_per_key,
         notes=tuple(notes),
     )
 

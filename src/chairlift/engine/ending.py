@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from chairlift.engine.request import FinishReason, Output, Request, TokenLogprob
 from chairlift.engine.step import Sampled
-from chairlift.errors import EngineError
+from chairlift.errors import ChairliftError, EngineError
 
 
 def accept(request: Request, sampled: Sampled | None, max_tokens_in_all: int) -> Output | None:
@@ -37,7 +37,7 @@ def accept(request: Request, sampled: Sampled | None, max_tokens_in_all: int) ->
     return Output(request, text, len(request.output), logprobs, reason)
 
 
-def finish(request: Request, reason: FinishReason, error: EngineError | None = None) -> Output:
+def finish(request: Request, reason: FinishReason, error: ChairliftError | None = None) -> Output:
     """Ends a request from outside: what it held back is not sent."""
     request.finish_reason = reason
     request.error = error

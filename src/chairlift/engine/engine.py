@@ -1,10 +1,10 @@
 """The engine thread: `step = schedule(); result = run(step); commit(step, result)`, for ever.
 
-Owns the scheduler, the runner, the clock and the inbox. Other threads only submit, cancel and look; a step's outputs
-leave in one call of `deliver`. Knows no HTTP and no asyncio.
+Owns the scheduler, the runner, the clock, and the lock on the line. Other threads only submit, cancel and look; a
+step's outputs leave in one call of `deliver`. Knows no HTTP and no asyncio.
 
-    any thread     submit ──> inbox ──┐                 ┌──> deliver(outputs), once a step
-    engine thread                     └─ schedule, run, commit
+    any thread     submit ──> line ──┐                 ┌──> deliver(outputs), once a step
+    engine thread                    └─ schedule, run, commit
 
 What fails ends whom it concerns: a step that fails is undone and tried request by request (suspects.py), a commit that
 fails ends its step's requests, observers are shielded. When the scheduler's books do not agree after all, it dies:
@@ -22,7 +22,9 @@ from typing import Literal
 
 from chairlift.engine.blocks import BlockPool
 from chairlift.engine.detok import Detokenizer
+from chairlift.engine.door import Door, QueueView
 from chairlift.engine.ending import finish
+from chairlift.engine.forecast import Speed
 from chairlift.engine.observer import Observer, Observers, StepStats
 from chairlift.engine.predictor import StepTime
 from chairlift.engine.request import FinishReason, Output, Request, SamplingParams
@@ -32,7 +34,7 @@ from chairlift.engine.step import Step, StepResult
 from chairlift.engine.stops import StopMatcher
 from chairlift.engine.suspects import Suspects
 from chairlift.engine.watchdog import Watchdog
-from chairlift.errors import Draining, EngineError, QueueFull
+from chairlift.errors import Draining, EngineError
 from chairlift.kernels.ops import Model
 from chairlift.plan import Plan
 
@@ -42,7 +44,6 @@ State = Literal["loading", "ready", "stalled", "draining", "dead"]
 
 _CHECK_AFTER_IDLE_S = 1.0
 _WARN_EVERY_S = 1.0
-_MAX_RETRY_AFTER_S = 60
 _WARM_UP_PROMPT = 64
 _WARM_UP_OUTPUT = 4
 
@@ -63,8 +64,8 @@ class EngineSnapshot:
 class Engine:
     """Runs requests to their end.
 
-    `deliver` is called on the engine thread, once a step, with all that it brought. When it raises, it must have taken
-    nothing: it is called again, with each output by itself.
+    `deliver` is called on the engine thread, once a step, with all that it brought, and by `watch`. When it raises, it
+    must have taken nothing: it is called again, with each output by itself.
     """
 
     def __init__(
@@ -83,14 +84,16 @@ class Engine:
         self._runner = Runner(model, plan.block_size)
         self._pool = BlockPool(plan.num_blocks, plan.block_size)
         self._predictor = StepTime()
-        self._scheduler = Scheduler(_limits(plan), self._pool, self._predictor)
+        limits = _limits(plan)
+        self._wake = threading.Condition()
+        self._scheduler = Scheduler(limits, self._pool, self._predictor, self._wake)
+        self._speed = Speed(self._predictor, limits.num_slots, limits.max_num_batched_tokens)
+        self._door = Door(plan, self._scheduler, self._speed)
         self._suspects = Suspects()
         self._watchdog = Watchdog(plan.watchdog_s, clock)
         self._preemptions = _Preemptions()
         self._thread = threading.Thread(target=self._main, name="chairlift-engine", daemon=True)
-        self._wake = threading.Condition()
         # Below: written under _wake by other threads, or by the engine thread alone and read by others as they are.
-        self._submitted: list[Request] = []
         self._cancelled: list[Request] = []
         self._stopping = False
         self._draining = False
@@ -99,7 +102,6 @@ class Engine:
         self._num_steps = 0
         self._has_recovered = False  # since a schedule() last succeeded
         self._step_end_s: float | None = None  # end of the step before, while there was no wait for work
-        self._service_s = 1.0  # moving average of a request's time from first step to end
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -128,11 +130,18 @@ class Engine:
             request.timing.arrival_s = self._clock()
         with self._wake:
             self._refuse_if_closed()
-            self._refuse_if_full(len(requests))
-            if not self._has_work:
+            self._door.require_room([request.key_name for request in requests])
+            if not self._scheduler.has_work:
                 self._watchdog.progress()
-            self._submitted.extend(requests)
+            for request in requests:
+                self._scheduler.add(request)
             self._wake.notify()
+
+    def require_room(self, key_name: str) -> None:
+        """Raises what `submit` would raise now for one more request of that key, whatever its prompt."""
+        with self._wake:
+            self._refuse_if_closed()
+            self._door.require_room([key_name])
 
     def cancel(self, requests: Iterable[Request]) -> None:
         """Ends requests before the next step, in whatever phase they are; those that have ended already are left."""
@@ -159,28 +168,33 @@ class Engine:
             return "dead"
         if not self._ready:
             return "loading"
-        if self._has_work and self._watchdog.is_over:
+        if self._scheduler.has_work and self._watchdog.is_over:
             return "stalled"
         return "draining" if self._draining else "ready"
 
     def watch(self) -> None:
-        """Call it about once a second: in a stall it logs, once, what every thread is doing, and tells observers."""
-        if not self._has_work or self.state != "stalled":
+        """Call it about once a second.
+
+        Gives up who has waited for too long, since a long step may keep the engine from it. In a stall it logs, once,
+        what every thread is doing, and tells observers.
+        """
+        self._give_up_late()
+        if not self._scheduler.has_work or self.state != "stalled":
             return
-        work = f"{self._scheduler.num_running} running and {self._num_waiting} waiting"
+        work = f"{self._scheduler.num_running} running and {self._scheduler.num_waiting} waiting"
         if self._watchdog.tell_once(work, self._thread):
             self._observer.stalled()
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is running or waiting."""
-        return not self._has_work
+        return not self._scheduler.has_work
 
     def snapshot(self) -> EngineSnapshot:
         """Where the engine stands now."""
         return EngineSnapshot(
             num_running=self._scheduler.num_running,
-            num_waiting=self._num_waiting,
+            num_waiting=self._scheduler.num_waiting,
             num_used_blocks=self._pool.num_held,
             num_blocks=self._pool.num_blocks,
             num_steps=self._num_steps,
@@ -188,18 +202,10 @@ class Engine:
             last_step_age_s=self._watchdog.age_s if self._num_steps else None,
         )
 
-    def expected_wait_s(self) -> float:
-        """Expected wait of one more request, from the measured time that requests take (a mean, not a promise)."""
-        ahead = self._num_waiting + 1
-        return self._service_s * ahead / self._plan.max_num_seqs
-
-    @property
-    def _num_waiting(self) -> int:
-        return self._scheduler.num_waiting + len(self._submitted)
-
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._submitted) or self._scheduler.has_work
+    def queue(self, key_name: str = "") -> QueueView:
+        """The line as it stands, and what one more request of that key would have to expect."""
+        with self._wake:
+            return self._door.view(key_name, self._clock())
 
     def _refuse_if_closed(self) -> None:
         if self._dead:
@@ -207,20 +213,18 @@ class Engine:
         if self._draining or self._stopping:
             raise Draining("the server is shutting down")
 
-    def _refuse_if_full(self, num_new: int) -> None:
-        # A request that a free slot will take in the next step is not waiting.
-        running = self._scheduler.num_running
-        free_slots = 0 if self._scheduler.memory_blocked else self._plan.max_num_seqs - running
-        if self._num_waiting + num_new > self._plan.max_queue + free_slots:
-            wait_s = min(_MAX_RETRY_AFTER_S, round(self.expected_wait_s()))
-            raise QueueFull(num_waiting=self._num_waiting, num_running=running, retry_after_s=wait_s)
+    def _give_up_late(self) -> None:
+        with self._wake:
+            outputs = self._door.give_up(self._clock())
+        self._send(outputs)
 
     # -- the engine thread --------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
         try:
             while not self._stopping:
-                self._take_inbox()
+                self._take_cancelled()
+                self._give_up_late()
                 step = self._schedule()
                 if step is None:
                     self._wait_for_work()
@@ -232,14 +236,11 @@ class Engine:
             self._dead = True
             self._end_all(FinishReason.ERROR, EngineError(f"the engine has died: {_name(error)}"))
 
-    def _take_inbox(self) -> None:
+    def _take_cancelled(self) -> None:
         with self._wake:
-            # Within the lock, so that submit() never misses a request that is between inbox and queue.
-            while self._submitted:
-                self._scheduler.add(self._submitted[0])
-                del self._submitted[0]
             cancelled, self._cancelled = self._cancelled, []
-        self._send([output for request in cancelled for output in self._scheduler.cancel(request)])
+            outputs = [output for request in cancelled for output in self._scheduler.cancel(request)]
+        self._send(outputs)
 
     def _schedule(self) -> Step | None:
         """The next step. When the scheduler itself fails, what runs ends; a second time in a row, the engine dies."""
@@ -252,7 +253,7 @@ class Engine:
             log.error("scheduling failed", exc_info=True)
             self._suspects.clear()
             outputs = self._scheduler.recover(EngineError(f"scheduling failed: {_name(error)}"))
-            self._scheduler.check()
+            self._check()
             self._send(outputs)
             return self._schedule()
         self._has_recovered = False
@@ -264,12 +265,11 @@ class Engine:
         with self._wake:
             if self._wake.wait_for(self._is_called, _CHECK_AFTER_IDLE_S):
                 return
-        self._scheduler.check()
-        with self._wake:
+            self._scheduler.check()
             self._wake.wait_for(self._is_called)
 
     def _is_called(self) -> bool:
-        return bool(self._submitted or self._cancelled or self._stopping)
+        return bool(self._scheduler.has_work or self._cancelled or self._stopping)
 
     def _run(self, step: Step) -> None:
         start_s = self._clock()
@@ -313,9 +313,13 @@ class Engine:
             failure = EngineError(f"the result of the step could not be taken in: {_name(error)}")
             self._observer.step_failed()
             outputs = self._scheduler.abort(step, end=unfinished, error=failure)
-            self._scheduler.check()
+            self._check()
         self._suspects.passed(step)
         return outputs
+
+    def _check(self) -> None:
+        with self._wake:
+            self._scheduler.check()
 
     def _timed_run(self, step: Step) -> StepResult:
         start_s = self._clock()
@@ -341,8 +345,10 @@ class Engine:
                 continue
             if timing.first_token_s == 0.0:
                 timing.first_token_s = now_s
+                self._speed.saw_first_token(request)
                 self._observer.first_token(request)
             else:
+                self._speed.saw_next_token(now_s - timing.last_token_s)
                 self._observer.next_token(request, now_s - timing.last_token_s)
             timing.last_token_s = now_s
 
@@ -354,7 +360,7 @@ class Engine:
             num_prompt_tokens=sum(max(0, min(p.stop, p.request.num_prompt) - p.start) for p in step.pieces),
             num_generated=len(result.sampled),
             num_running=self._scheduler.num_running,
-            num_waiting=self._num_waiting,
+            num_waiting=self._scheduler.num_waiting,
             num_used_blocks=self._pool.num_held,
             num_blocks=self._pool.num_blocks,
             predicted_s=step.predicted_s,
@@ -383,23 +389,20 @@ class Engine:
             self._send(self._scheduler.cancel(output.request, failure))
 
     def _note_finished(self, request: Request) -> None:
-        timing = request.timing
-        timing.finished_s = self._clock()
-        if timing.scheduled_s:
-            self._service_s += 0.2 * (timing.finished_s - timing.scheduled_s - self._service_s)
+        request.timing.finished_s = self._clock()
+        self._speed.saw_end(request)
         self._observer.finished(request)
 
     def _end_all(self, reason: FinishReason, error: EngineError | None) -> None:
         with self._wake:
-            submitted, self._submitted = self._submitted, []
-        unfinished = [request for request in self._scheduler.requests if not request.is_finished]
-        try:
-            outputs = self._scheduler.end_all(reason, error)
-        except Exception:
-            # Its books are broken; what counts now is that nobody waits for ever.
-            log.error("ending all requests failed", exc_info=True)
-            outputs = [finish(request, reason, error) for request in unfinished]
-        self._send([finish(request, reason, error) for request in submitted] + outputs)
+            unfinished = [request for request in self._scheduler.requests if not request.is_finished]
+            try:
+                outputs = self._scheduler.end_all(reason, error)
+            except Exception:
+                # Its books are broken; what counts now is that nobody waits for ever.
+                log.error("ending all requests failed", exc_info=True)
+                outputs = [finish(request, reason, error) for request in unfinished]
+        self._send(outputs)
 
 
 class _Preemptions:
@@ -445,6 +448,7 @@ def _limits(plan: Plan) -> Limits:
         max_gap_s=plan.max_gap_s,
         prefix_caching=plan.prefix_caching,
         batching=plan.batching,
+        max_running_per_key=plan.max_running_per_key,
     )
 
 

@@ -12,13 +12,15 @@ Owns queues, block tables and the sharing of prefixes. Pure: no clock, no arrays
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from chairlift.engine.blocks import BlockPool
 from chairlift.engine.budget import Budget, Predictor
 from chairlift.engine.ending import accept, accept_prompt_logprobs, finish
+from chairlift.engine.line import Line
 from chairlift.engine.policies import policy_for
 from chairlift.engine.prefix import Parent, Root
 from chairlift.engine.request import FinishReason, Output, Request
@@ -41,6 +43,7 @@ class Limits:
     idle_step_s: float = 0.5  # bounds a step that nobody waits for, so that cancelling and admission stay quick
     prefix_caching: bool = True
     batching: Batching = "continuous"
+    max_running_per_key: int | None = None
 
     @property
     def num_slots(self) -> int:
@@ -51,12 +54,24 @@ class Limits:
 class Scheduler:
     """`schedule()`, then `commit()` or `abort()` of the same step, in turn; `add` and `cancel` at any time."""
 
-    def __init__(self, limits: Limits, pool: BlockPool, predictor: Predictor) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        pool: BlockPool,
+        predictor: Predictor,
+        guard: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """`guard` is held while requests change between line and slots, so that another thread can count both.
+
+        Who calls `add` or `cancel` from that other thread, or looks at `line`, holds it too.
+        """
+        self.line: Line[Request] = Line(limits.max_running_per_key)
+        """Those that have never run."""
+        self._guard = guard or nullcontext()
         self._limits = limits
         self._pool = pool
         self._predictor = predictor
         self._policy = policy_for(limits.batching)
-        self._waiting: deque[Request] = deque()  # never run yet
         self._resuming: deque[Request] = deque()  # have run and lost their blocks; come before those that wait
         self._running: list[Request] = []
         self._in_flight: Step | None = None
@@ -72,7 +87,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a slot, preempted ones included."""
-        return len(self._waiting) + len(self._resuming)
+        return len(self.line) + len(self._resuming)
 
     @property
     def num_running(self) -> int:
@@ -80,14 +95,30 @@ class Scheduler:
         return len(self._running) + len(self._held_finals)
 
     @property
+    def num_preempted(self) -> int:
+        """Requests that have lost their blocks and come back before anybody in line starts."""
+        return len(self._resuming)
+
+    @property
+    def members(self) -> list[Request]:
+        """Requests that have begun and not ended: with a slot, or coming back to one."""
+        return [*self._running, *self._resuming]
+
+    def num_seats(self, num_members: int) -> int:
+        """How many of the line could start now beside so many members; where memory is full there are no more slots."""
+        num_now = len(self._running) + len(self._resuming)
+        num_slots = num_now if self.memory_blocked and num_now else self._limits.num_slots
+        return self._policy.seats(num_members, num_slots)
+
+    @property
     def has_work(self) -> bool:
         """Whether schedule() has anything to do."""
-        return bool(self._running or self._resuming or self._waiting)
+        return bool(self._running or self._resuming or self.line)
 
     @property
     def requests(self) -> tuple[Request, ...]:
         """Everybody that it knows, in no order that matters."""
-        return (*self._running, *self._resuming, *self._waiting)
+        return (*self._running, *self._resuming, *self.line)
 
     @property
     def max_tokens_per_request(self) -> int:
@@ -107,7 +138,7 @@ class Scheduler:
         """Raises AssertionError unless blocks, tables and queues agree."""
         self._pool.check(request.block_table for request in self._running)
         assert len(self._running) <= self._limits.num_slots, "more requests run than there are slots"
-        for request in (*self._waiting, *self._resuming):
+        for request in (*self.line, *self._resuming):
             assert not request.block_table, f"{request.id} waits and holds blocks"
             assert request.num_computed == 0, f"{request.id} waits and has computed tokens"
         for request in self._running:
@@ -120,7 +151,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request; raises as `validate` does."""
         self.validate(request)
-        self._waiting.append(request)
+        self.line.add(request.key_name, request)
 
     def cancel(self, request: Request, error: EngineError | None = None) -> list[Output]:
         """Ends a request in whatever phase it is: its last event, and those that waited for it. Again: nothing."""
@@ -147,8 +178,9 @@ class Scheduler:
         self._early_hits.clear()
         preempted: list[Request] = []
         if only is None:
-            preempted = self._make_room()
-            self._admit()
+            with self._guard:
+                preempted = self._make_room()
+                self._admit()
         else:
             self._make_room_for(only)
         members = self._running if only is None else [only]
@@ -259,20 +291,26 @@ class Scheduler:
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Lets in whoever is first in line while there are seats and blocks. Those that resume have their seat."""
-        seats = self._policy.seats(len(self._running) + len(self._resuming), self._limits.num_slots)
-        self.memory_blocked = False
-        while self._resuming or (self._waiting and seats > 0):
-            line = self._resuming or self._waiting
-            if not self._fits(line[0]):
-                self.memory_blocked = True
-                return
-            seats -= line is self._waiting
-            request = line.popleft()
-            request.num_cached = request.num_cached or 0
-            self._running.append(request)
-            if not self._has_slot(request):
-                request.block_table.append(self._pool.take())
+        """Lets in whose turn it is while there are seats and blocks; first those that resume, who have their seat."""
+        num_begun = Counter(request.key_name for request in self.members)
+        seats = self._policy.seats(num_begun.total(), self._limits.num_slots)
+        while self._resuming and self._fits(self._resuming[0]):
+            self._join(self._resuming.popleft())
+        while not self._resuming and seats > 0:
+            first = self.line.turn(num_begun)
+            if first is None or not self._fits(first[1]):
+                break
+            self._join(self.line.pop(first[0]))
+            num_begun[first[0]] += 1
+            seats -= 1
+        self.memory_blocked = bool(self._resuming) or (seats > 0 and self.line.turn(num_begun) is not None)
+
+    def _join(self, request: Request) -> None:
+        """Gives a request a slot and a place for its next token."""
+        request.num_cached = request.num_cached or 0
+        self._running.append(request)
+        if not self._has_slot(request):
+            request.block_table.append(self._pool.take())
 
     def _fits(self, request: Request) -> bool:
         """Whether all its tokens, less its hits, plus one block for each running request, find a place.
@@ -419,9 +457,11 @@ class Scheduler:
         """The one way out: blocks, slot and place in line go back, wherever it was."""
         self._release(request)
         self._displaced.discard(request)
-        for line in (self._running, self._resuming, self._waiting):
-            if request in line:
-                line.remove(request)
+        for members in (self._running, self._resuming):
+            if request in members:
+                members.remove(request)
+                return
+        self.line.remove(request.key_name, request)
 
     def _hold_back(self, outputs: list[Output]) -> list[Output]:
         """Under a policy that ends batches as one, keeps last events until the slowest member has ended."""

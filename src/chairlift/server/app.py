@@ -27,8 +27,9 @@ from chairlift import boot, card
 from chairlift.boot import Loaded
 from chairlift.config import Config, notify_socket
 from chairlift.errors import ChairliftError, ConfigError, EngineError
+from chairlift.keys import Keyring
 from chairlift.server import arrivals, health, log, openai
-from chairlift.server.middleware import Auth, Errors, Keys, RequestId
+from chairlift.server.middleware import Auth, Errors, RequestId
 from chairlift.server.notify import Manager
 from chairlift.server.openapi import openapi
 from chairlift.server.problem import NoSuchPath, WrongMethod, error_response
@@ -60,7 +61,7 @@ def build_app(load: Callable[[], Loaded], config: Config, *, pace: Pace | None =
 
     app = Starlette(
         routes=_routes(service),
-        middleware=_middleware(service),
+        middleware=_middleware(service, config.keyring()),
         exception_handlers={HTTPException: _http_error},
         lifespan=lifespan,
     )
@@ -84,7 +85,7 @@ def _routes(service: Service) -> list[Route]:
     ]
 
 
-def _middleware(service: Service) -> list[Middleware]:
+def _middleware(service: Service, keys: Keyring) -> list[Middleware]:
     stack = [Middleware(RequestId)]
     if service.config.cors_origin:
         stack.append(
@@ -97,8 +98,8 @@ def _middleware(service: Service) -> list[Middleware]:
             )
         )
     stack.append(Middleware(Errors, on_refused=service.refused))
-    if service.config.api_key:
-        stack.append(Middleware(Auth, keys=Keys(service.config.api_key)))
+    if keys:
+        stack.append(Middleware(Auth, keys=keys))
     return stack
 
 

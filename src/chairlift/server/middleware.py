@@ -7,17 +7,16 @@ Plain ASGI, since Starlette's BaseHTTPMiddleware would hide a client's disconnec
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import ChairliftError, Unauthorized
+from chairlift.keys import Keyring
 from chairlift.server.body import header
 from chairlift.server.log import write
 from chairlift.server.problem import ClientGone, error_response, status_of
@@ -98,34 +97,18 @@ class Errors:
             if has_started:
                 return
             code = error.code if isinstance(error, ChairliftError) else ChairliftError.code
-            write("refused", {"id": caller(scope).request_id, "status": status_of(error), "code": code})
+            who = caller(scope)
+            write(
+                "refused", {"id": who.request_id, "status": status_of(error), "code": code, "key": who.key_name or "-"}
+            )
             self._on_refused(code)
             await error_response(error)(scope, receive, send)
-
-
-class Keys:
-    """The API keys, as digests only; by default each is called by its place, which is all that the log ever says."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._names = {_digest(key.encode()): f"key{i}" for i, key in enumerate(keys, start=1)}
-
-    def name_of(self, key: bytes) -> str | None:
-        """The name of a key; None for one that is not ours. Takes the same time whichever it is."""
-        digest, found = _digest(key), None
-        for known, name in self._names.items():
-            if hmac.compare_digest(known, digest):
-                found = name
-        return found
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 class Auth:
     """Lets in who brings a key, as `Authorization: Bearer KEY`."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keyring) -> None:
         self._app = app
         self._keys = keys
 

@@ -14,10 +14,10 @@ from typing import Any
 from starlette.responses import Response
 
 from chairlift.errors import (
+    Busy,
     ChairliftError,
     ContextLengthExceeded,
     Draining,
-    QueueFull,
     RequestError,
     Unauthorized,
     Unavailable,
@@ -129,8 +129,9 @@ def error_body(error: Exception) -> dict[str, Any]:
     }
     if isinstance(known, ContextLengthExceeded):
         detail |= {"num_prompt_tokens": known.num_prompt_tokens, "limit": known.limit}
-    if isinstance(known, QueueFull):
-        detail |= {"num_waiting": known.num_waiting, "num_running": known.num_running}
+    if isinstance(known, Busy):
+        expected_wait_s = round(known.expected_wait_s, 1)
+        detail |= {"waiting": known.num_waiting, "running": known.num_running, "expected_wait_s": expected_wait_s}
     if isinstance(known, Unavailable):
         detail |= {"retry_after_s": known.retry_after_s}
     return {"error": detail}
