@@ -246,7 +246,7 @@ def test_the_exposition_over_http() -> None:
             assert now["request_success_total{finished_reason=length}"] == 4
             assert now["prompt_tokens_total{}"] == 4 * 22
             assert now["generation_tokens_total{}"] == 4 * 8
-            assert now["requests_refused_total{code=model_not_found}"] == 1
+            assert now["requests_refused_total{reason=model_not_found}"] == 1
             assert re.search(r'^chairlift:num_requests_running\{model_name="fake"\} 0\.0$', answer.text, re.MULTILINE)
 
     asyncio.run(asyncio.wait_for(test(), 60))

@@ -28,7 +28,7 @@ from chairlift.boot import Loaded
 from chairlift.config import Config, notify_socket
 from chairlift.errors import ChairliftError, ConfigError, EngineError
 from chairlift.keys import Keyring
-from chairlift.server import arrivals, health, log, openai
+from chairlift.server import arrivals, health, log, openai, queue
 from chairlift.server.middleware import Auth, Errors, RequestId
 from chairlift.server.notify import Manager
 from chairlift.server.openapi import openapi
@@ -76,6 +76,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/v1/completions", openai.Generate(service, "completion"), methods=["POST"]),
         Route("/v1/models", openai.models),
         Route("/v1/models/{name:path}", openai.model),
+        Route("/v1/queue", queue.queue),
         Route("/health", health.health),
         Route("/live", health.live),
         Route("/metrics", health.exposition),

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from chairlift.engine.engine import EngineSnapshot
 from chairlift.engine.observer import Observer, StepStats
 from chairlift.engine.request import FinishReason, Request
+from chairlift.errors import Draining, QueueFull, QueueWait
 from chairlift.plan import Plan
 from chairlift.server.log import phase
 
@@ -84,10 +85,12 @@ class Metrics(Observer):
         self._stalls = self._counter("stalls", "Times that there was work and no step ended for too long.")
         self._refused = Counter(
             PREFIX + "requests_refused",
-            "Requests refused, by error code.",
-            ["model_name", "code"],
+            "Requests refused, by error code; those that had waited for too long are refused too.",
+            ["model_name", "reason"],
             registry=self._registry,
         )
+        for reason in (QueueFull.code, QueueWait.code, Draining.code):
+            self._refused.labels(self._model, reason)
 
     # -- making them: every child exists before the first request -----------------------------------------------------
 
@@ -118,9 +121,9 @@ class Metrics(Observer):
         """Where the engine stands now."""
         return self._snapshot()
 
-    def refused(self, code: str) -> None:
+    def refused(self, reason: str) -> None:
         """A request was refused before the engine took it, or could not be answered."""
-        self._refused.labels(self._model, code).inc()
+        self._refused.labels(self._model, reason).inc()
 
     def cancelled(self, phase_name: str) -> None:
         """A client left in that phase."""
@@ -176,6 +179,8 @@ class Metrics(Observer):
         reason = request.finish_reason
         if reason is FinishReason.CANCELLED:
             self._cancelled[phase(request)].inc()
+        elif isinstance(request.error, QueueWait):
+            self.refused(request.error.code)
         elif reason is FinishReason.ERROR:
             self._failed.inc()
         else:

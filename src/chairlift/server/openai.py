@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -39,12 +40,13 @@ class Generate:
         serving = service.serving
         preparer = serving.preparer
         make = preparer.chat if self._kind == "chat" else preparer.completion
+        serving.engine.require_room(who.key_name)
         job = await service.prepare(make, body, _answer_id(who))
         requests = preparer.requests(job, key_name=who.key_name)
         answer = Answer.to(job, requests, serving.loaded)
         with service.submitted(requests) as listener:
             if job.body.stream:
-                await stream(answer, listener, send, service.pace)
+                await stream(answer, listener, send, service.pace, partial(serving.board.comment, requests))
                 return
             whole = await collect(answer, listener)
         await JsonResponse(whole)(scope, _never, send)

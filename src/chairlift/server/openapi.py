@@ -54,6 +54,7 @@ def description() -> dict[str, Any]:
             "/v1/completions": {"post": _generate("Continues a text.", CompletionRequest)},
             "/v1/models": {"get": _get("The names of the model served, and how it is sized.", 401, 503)},
             "/v1/models/{name}": {"get": {**_get("One of them.", 401, 404, 503), "parameters": [_NAME]}},
+            "/v1/queue": {"get": _get("Who waits, in which place, and for how long still.", 401, 503)},
             "/health": {"get": _state("200 when requests are taken and make progress.")},
             "/live": {"get": _state("503 only when a restart is needed.")},
             "/metrics": {

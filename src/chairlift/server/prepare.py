@@ -6,13 +6,14 @@ Runs in a worker thread: rendering and tokenising a long prompt may take a while
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chairlift.boot import Loaded
 from chairlift.config import Config
 from chairlift.engine.request import Request, SamplingParams
 from chairlift.errors import ContextLengthExceeded, ModelNotFound, RequestError
+from chairlift.keys import prefix_salt
 from chairlift.models.tokenizer import Tokenizer
 from chairlift.server.body import parse_json
 from chairlift.server.chat import ignored, render
@@ -65,11 +66,12 @@ class Preparer:
     loaded: Loaded
     config: Config
     max_token_bytes: int
+    secret: bytes = field(repr=False)  # of this process: salts that no client can make are made of it
 
     @classmethod
     def of(cls, loaded: Loaded, config: Config) -> Preparer:
         """For one loaded model."""
-        return cls(loaded, config, max(map(len, loaded.tokenizer.vocab_bytes)))
+        return cls(loaded, config, max(map(len, loaded.tokenizer.vocab_bytes)), secrets.token_bytes(32))
 
     def chat(self, body: bytes, id: str) -> Job:
         """From the body of /v1/chat/completions. Raises RequestError."""
@@ -105,11 +107,15 @@ class Preparer:
                         prompt,
                         params,
                         stream=bool(job.body.stream),
-                        salt=job.body.cache_salt or "",
+                        salt=self._salt(key_name, job.body.cache_salt or ""),
                         key_name=key_name,
                     )
                 )
         return made
+
+    def _salt(self, key_name: str, asked: str) -> str:
+        """What a prompt's prefixes are kept under; a client may divide what its key has, never share another's."""
+        return prefix_salt(self.secret, key_name, asked) if self.config.isolate_keys else asked
 
     def _job(self, body: AnyRequest, id: str, model: str, prompts: list[list[int]], warnings: list[str]) -> Job:
         self._check_count(body, len(prompts))

@@ -23,7 +23,8 @@ from chairlift.boot import Loaded
 from chairlift.config import Config
 from chairlift.engine.engine import Engine, EngineSnapshot
 from chairlift.engine.request import Request
-from chairlift.errors import Draining, EngineError, Unavailable
+from chairlift.errors import Draining, EngineError, QueueWait, Unavailable
+from chairlift.server.board import Board
 from chairlift.server.dispatch import Dispatch, Listener
 from chairlift.server.log import RequestLog, Summary
 from chairlift.server.metrics import Metrics
@@ -54,6 +55,7 @@ class Serving:
         self.summary = Summary()
         self.engine: Engine = loaded.engine(dispatch.deliver, [self.metrics, RequestLog(), self.summary])
         self.metrics.watch(self.engine.snapshot)
+        self.board = Board(self.engine, time.monotonic)
 
 
 class Service:
@@ -115,7 +117,7 @@ class Service:
 
     def refused(self, code: str) -> None:
         """Counts a request that was not answered, by the code of its error."""
-        if self._serving is not None:
+        if self._serving is not None and code != QueueWait.code:  # of those the engine has told already
             self._serving.metrics.refused(code)
 
     @contextlib.contextmanager

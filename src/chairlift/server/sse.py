@@ -1,6 +1,7 @@
 """Server-sent events: how a stream looks on the wire, and the one coroutine that writes it.
 
 start  ->  opening  ->  chunks ...  ->  usage, if asked for  ->  [DONE]
+              \\-> ": queued position=3 expected_wait_s=12" once a second while it waits in line
               \\-> ": ping" while there is nothing to say
                \\-> on failure: {"error": {...}}  ->  [DONE]           exactly one end on every path
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,7 @@ DONE = b"data: [DONE]\n\n"
 class Pace:
     """How patient a stream is, in seconds."""
 
+    queue_s: float = 1.0  # between two words to one that waits in line
     ping_s: float = 15.0  # below the idle limits of common proxies (nginx 60, HAProxy 50)
     stall_s: float = 60.0  # a reader that takes nothing for so long is gone
 
@@ -61,9 +64,10 @@ def raise_failure(deltas: list[Delta]) -> None:
 class _Writer:
     """Sends pieces of one stream, and pings when it has sent nothing for a while."""
 
-    def __init__(self, send: Send, pace: Pace) -> None:
+    def __init__(self, send: Send, pace: Pace, place: Callable[[], bytes | None]) -> None:
         self._send = send
         self._pace = pace
+        self._place = place
         self._last_s = 0.0
 
     async def start(self) -> None:
@@ -82,18 +86,29 @@ class _Writer:
         self._last_s = asyncio.get_running_loop().time()
 
     async def news(self, listener: Listener) -> list[Delta]:
-        """What the engine made next, pinging meanwhile."""
+        """What the engine made next; meanwhile, the place in line, and pings from the first step on."""
         while True:
+            place = self._place()
+            if place is None:
+                patience = asyncio.timeout_at(self._last_s + self._pace.ping_s)
+            else:
+                await self.write(place)
+                patience = asyncio.timeout(self._pace.queue_s)
             try:
-                async with asyncio.timeout_at(self._last_s + self._pace.ping_s):
+                async with patience:
                     return await listener.take()
             except TimeoutError:
-                await self.write(PING)
+                await self.write(PING if place is None else b"")
 
 
-async def stream(answer: Answer, listener: Listener, send: Send, pace: Pace) -> None:
-    """Writes one answer as it comes. Raises ClientGone when nobody reads it; other failures are told in the stream."""
-    writer = _Writer(send, pace)
+async def stream(
+    answer: Answer, listener: Listener, send: Send, pace: Pace, place: Callable[[], bytes | None]
+) -> None:
+    """Writes one answer as it comes. Raises ClientGone when nobody reads it; other failures are told in the stream.
+
+    `place` is the comment for one that waits in line (it may be empty), and None once it does not.
+    """
+    writer = _Writer(send, pace, place)
     await writer.start()
     try:
         await writer.write(events(answer.opening()))
