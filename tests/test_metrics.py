@@ -83,7 +83,7 @@ def finished(reason: FinishReason = FinishReason.LENGTH, *, num_output: int = 3,
 
 def step(**changes: Any) -> StepStats:
     fields = {
-        "seconds": 0.05, "overhead_s": 0.001, "num_rows": 40, "num_prompt_tokens": 38, "num_generated": 2,
+        "seconds": 0.05, "overhead_s": 0.001, "num_rows": 40, "num_prompt_tokens": 38,
         "num_running": 1, "num_waiting": 0, "num_used_blocks": 3, "num_blocks": 64, "predicted_s": 0.05,
     }  # fmt: skip
     return StepStats(**{**fields, **changes})
@@ -162,7 +162,9 @@ def test_a_prompt_counts_once_for_all_its_choices() -> None:
     """Fault: prompt_tokens_total disagrees with the usage that clients see."""
     metrics = Metrics(fake_plan())
     for choice in range(3):
-        metrics.admitted(fake_request(f"r#{choice}", [1] * 40, choice=choice))
+        request = fake_request(f"r#{choice}", [1] * 40, choice=choice)
+        metrics.admitted(request)
+        metrics.first_token(request)
     assert samples(metrics)["prompt_tokens_total{}"] == 40
     assert samples(metrics)["prefix_cache_queries_total{}"] == 120
 
@@ -192,10 +194,10 @@ def test_scrapes_change_nothing() -> None:
     for _ in range(3):
         again = samples(metrics)
         assert {k: again[k] for k in first} == first
-    metrics.step_done(step(num_generated=5, overhead_s=0.0))
+    metrics.step_done(step(num_rows=5, overhead_s=0.0))
     now = samples(metrics)
-    assert moved(first, now, "generation_tokens_total{}", "step_time_seconds_count{}") == {
-        "generation_tokens_total{}": 5,
+    assert moved(first, now, "iteration_tokens_total_sum{}", "step_time_seconds_count{}") == {
+        "iteration_tokens_total_sum{}": 5,
         "step_time_seconds_count{}": 1,
     }
     assert moved(first, now, "step_overhead_seconds_count{}") == {"step_overhead_seconds_count{}": 0}

@@ -286,7 +286,7 @@ class Engine:
         outputs = self._commit(step, result)
         self._note_tokens(step, before, self._step_end_s)
         self._num_steps += 1
-        self._observer.step_done(self._stats(step, result, self._step_end_s - start_s, overhead_s))
+        self._observer.step_done(self._stats(step, self._step_end_s - start_s, overhead_s))
         self._send(outputs)
 
     def _undo(self, step: Step, error: Exception) -> None:
@@ -352,13 +352,12 @@ class Engine:
                 self._observer.next_token(request, now_s - timing.last_token_s)
             timing.last_token_s = now_s
 
-    def _stats(self, step: Step, result: StepResult, seconds: float, overhead_s: float) -> StepStats:
+    def _stats(self, step: Step, seconds: float, overhead_s: float) -> StepStats:
         return StepStats(
             seconds=seconds,
             overhead_s=overhead_s,
             num_rows=step.num_rows,
             num_prompt_tokens=sum(max(0, min(p.stop, p.request.num_prompt) - p.start) for p in step.pieces),
-            num_generated=len(result.sampled),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_used_blocks=self._pool.num_held,

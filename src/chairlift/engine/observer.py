@@ -16,7 +16,6 @@ class StepStats:
     overhead_s: float  # between this step's native call and the one before it, when there was no wait for work
     num_rows: int
     num_prompt_tokens: int  # rows that were prompt tokens, computed for the first time or again
-    num_generated: int  # tokens sampled
     num_running: int
     num_waiting: int
     num_used_blocks: int  # referenced by a request
@@ -31,10 +30,10 @@ class Observer:
         """A step was committed."""
 
     def admitted(self, request: Request) -> None:
-        """Its first step was scheduled: the queue wait is over and `num_cached` is known."""
+        """Its first step was scheduled: the queue wait is over."""
 
     def first_token(self, request: Request) -> None:
-        """Its first token was sampled; not again after a preemption."""
+        """Its first token was sampled, and `num_cached` will not change; not again after a preemption."""
 
     def next_token(self, request: Request, gap_s: float) -> None:
         """A further token was sampled, `gap_s` after the one before it (preempted time included)."""

@@ -117,12 +117,16 @@ class Summary(Observer):
         """A step was committed."""
         self._total[0] += 1
         self._total[1] += stats.num_prompt_tokens
-        self._total[2] += stats.num_generated
 
-    def admitted(self, request: Request) -> None:
-        """Its hits are known."""
+    def first_token(self, request: Request) -> None:
+        """Its first token was sampled: its hits are known."""
+        self._total[2] += 1
         self._total[3] += request.num_prompt
         self._total[4] += request.num_cached or 0
+
+    def next_token(self, request: Request, gap_s: float) -> None:
+        """A further token was sampled."""
+        self._total[2] += 1
 
     def write(self, snapshot: EngineSnapshot, seconds: float) -> None:
         """The line for the last `seconds`; none when no step was done in them."""

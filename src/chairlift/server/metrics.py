@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from chairlift.engine.engine import EngineSnapshot
 from chairlift.engine.observer import Observer, StepStats
 from chairlift.engine.request import FinishReason, Request
-from chairlift.errors import Draining, QueueFull, QueueWait
+from chairlift.errors import ChairliftError, ConfigError, DoesNotFit, ModelError, QueueWait
 from chairlift.plan import Plan
 from chairlift.server.log import phase
 
@@ -89,8 +89,8 @@ class Metrics(Observer):
             ["model_name", "reason"],
             registry=self._registry,
         )
-        for reason in (QueueFull.code, QueueWait.code, Draining.code):
-            self._refused.labels(self._model, reason)
+        for kind in _refusals():
+            self._refused.labels(self._model, kind.code)
 
     # -- making them: every child exists before the first request -----------------------------------------------------
 
@@ -139,16 +139,13 @@ class Metrics(Observer):
         """A step was committed."""
         self._step.observe(stats.seconds)
         self._rows.observe(stats.num_rows)
-        self._generated.inc(stats.num_generated)
         if stats.overhead_s > 0:
             self._overhead.observe(stats.overhead_s)
 
     def admitted(self, request: Request) -> None:
-        """Its queue wait is over, and its hits are known."""
+        """Its queue wait is over."""
         self._queue.observe(request.timing.scheduled_s - request.timing.arrival_s)
         self._prompt_size.observe(request.num_prompt)
-        self._queries.inc(request.num_prompt)
-        self._hits.inc(request.num_cached or 0)
         if request.params.choice == 0:
             self._prompt.inc(request.num_prompt)
 
@@ -157,9 +154,12 @@ class Metrics(Observer):
         timing = request.timing
         self._ttft[request.stream].observe(timing.first_token_s - timing.arrival_s)
         self._prefill.observe(timing.first_token_s - timing.scheduled_s)
+        self._generated.inc()
+        self._count_hits(request)
 
     def next_token(self, request: Request, gap_s: float) -> None:
         """A further token was sampled."""
+        self._generated.inc()
         self._gap[request.stream].observe(gap_s)
 
     def preempted(self, request: Request) -> None:
@@ -177,6 +177,8 @@ class Metrics(Observer):
     def finished(self, request: Request) -> None:
         """It ended. Latencies are of answers only: a client that leaves early would flatter them."""
         reason = request.finish_reason
+        if phase(request) == "prefill":
+            self._count_hits(request)
         if reason is FinishReason.CANCELLED:
             self._cancelled[phase(request)].inc()
         elif isinstance(request.error, QueueWait):
@@ -185,6 +187,11 @@ class Metrics(Observer):
             self._failed.inc()
         else:
             self._answered(request)
+
+    def _count_hits(self, request: Request) -> None:
+        """Once a request, when its prompt is done: blocks that others compute become hits as long as it is not."""
+        self._queries.inc(request.num_prompt)
+        self._hits.inc(request.num_cached or 0)
 
     def _answered(self, request: Request) -> None:
         timing, num_output = request.timing, len(request.output)
@@ -196,6 +203,15 @@ class Metrics(Observer):
             self._decode.observe(decode_s)
             if num_output > 1:
                 self._per_token.observe(decode_s / (num_output - 1))
+
+
+def _refusals(kind: type[ChairliftError] = ChairliftError) -> Iterator[type[ChairliftError]]:
+    """Every kind of error that a request may be refused with."""
+    if issubclass(kind, ConfigError | ModelError | DoesNotFit):
+        return
+    yield kind
+    for narrower in kind.__subclasses__():
+        yield from _refusals(narrower)
 
 
 _NOTHING = EngineSnapshot(0, 0, 0, 1, 0, 0, None)
