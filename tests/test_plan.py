@@ -44,15 +44,15 @@ def test_defaults_on_a_roomy_machine() -> None:
     made = plan()
     assert (made.max_num_seqs, made.max_model_len, made.max_queue) == (16, 8192, 32)
     assert (made.max_num_batched_tokens, made.block_size, made.kv_dtype) == (512, 16, "f16")
-    assert made.pool_tokens == 16 * 1536
-    assert made.full_conversations == 3.0
+    assert made.pool_tokens == 16 * 1024
+    assert made.full_conversations == 2.0
     assert made.threads == 2
     assert made.max_gap_s is None
 
 
 def test_a_pool_below_all_slots_at_full_context_is_said() -> None:
     """Slots beyond what memory carries, found out by preemptions only."""
-    assert noted(plan(), "16 slots exceed the 3.0 full conversations")
+    assert noted(plan(), "16 slots exceed the 2.0 full conversations")
     assert not noted(plan(Config(kv_memory=16 * 8192 * 23040)), "exceed")
 
 

@@ -250,7 +250,7 @@ class Config:
         "the model's, at most 8192, at most what memory holds",
     )
     kv_memory: int | None = _memory(
-        None, size(1), "Size of the KV pool.", "1,536 tokens a slot, at least one full context"
+        None, size(1), "Size of the KV pool.", "1,024 tokens a slot, at least one full context"
     )
     memory_utilization: float = _memory(
         0.6, real(0.01, 0.95), "Most that the KV pool may take of the memory left after the weights, as a fraction."

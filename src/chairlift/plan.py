@@ -17,7 +17,7 @@ BLOCK_SIZE = 16
 DEFAULT_SLOTS = 16
 DEFAULT_CONTEXT = 8192
 DEFAULT_STEP_TOKENS = 512
-SLOT_TOKENS = 1536
+SLOT_TOKENS = 1024
 """KV that each slot gets by default, unless the context is shorter: conversations are seldom full at once, and memory
 that is touched at start costs about a second per GiB on a new virtual machine (docs/log.md)."""
 LEAST_CONTEXT = 256
