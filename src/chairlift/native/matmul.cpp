@@ -36,9 +36,9 @@ CHAIRLIFT_INLINE Block load_block(const uint8_t* bytes, int part) {
     return load_nibbles(bytes, part);
 }
 
-// Rows [row, row + Rows) x one panel, rounded activations. Per block: sum += (scale * x_scale) * dot, then, for layouts
+// Rows [row, row + Rows) x Panels panels, rounded activations. Per block: sum += (scale * x_scale) * dot, then, for layouts
 // with a minimum, sum += min * (x_scale * x_sum).
-template <Layout Kind, int Rows>
+template <Layout Kind, int Rows, int Panels>
 void rounded_tile(const MatmulArgs& args, int64_t panel, int64_t row) {
     constexpr int block_bytes = Kind == Layout::w8 ? 512 : 256;
     constexpr int zero_point = Kind == Layout::w8 ? 128 : Kind == Layout::w4 ? 8 : 0;
@@ -46,26 +46,42 @@ void rounded_tile(const MatmulArgs& args, int64_t panel, int64_t row) {
     const int64_t num_blocks = m.cols / kBlock;
     const uint8_t* base = m.data + panel * m.panel_bytes;
     for (int part = 0; part < kParts; ++part) {
-        const auto* scales = reinterpret_cast<const uint16_t*>(base + m.scales_at) + part * kLanes;
-        const auto* mins = reinterpret_cast<const uint16_t*>(base + m.mins_at) + part * kLanes;
-        Vec sums[Rows];
-        for (Vec& s : sums) s = zero();
+        Vec sums[Rows][Panels];
+        for (auto& row_sums : sums) {
+            for (Vec& s : row_sums) s = zero();
+        }
         for (int64_t b = 0; b < num_blocks; ++b) {
-            const Block block = load_block<Kind>(base + b * block_bytes, part);
-            const Vec scale = load_f16(scales + b * kPanelRows);
-            Vec min = zero();
-            if constexpr (Kind == Layout::w4_min) min = load_f16(mins + b * kPanelRows);
+            Block blocks[Panels];
+            Vec scale[Panels];
+            Vec min[Panels];
+            for (int p = 0; p < Panels; ++p) {
+                const uint8_t* from = base + p * m.panel_bytes;
+                const int64_t at = b * kPanelRows + part * kLanes;
+                blocks[p] = load_block<Kind>(from + b * block_bytes, part);
+                scale[p] = load_f16(reinterpret_cast<const uint16_t*>(from + m.scales_at) + at);
+                if constexpr (Kind == Layout::w4_min) {
+                    min[p] = load_f16(reinterpret_cast<const uint16_t*>(from + m.mins_at) + at);
+                }
+            }
+#pragma GCC unroll 8
             for (int r = 0; r < Rows; ++r) {
                 const int64_t at = (row + r) * num_blocks + b;
                 const Vec x_scale = splat(args.x.scale[at]);
                 const int32_t x_sum = args.x.sum[at];
-                sums[r] = fma(scale * x_scale, dot<zero_point>(block, args.x.q + at * 2 * kBlock, x_sum), sums[r]);
+                Vec dots[Panels];
+                dot<zero_point, Panels>(blocks, args.x.q + at * 2 * kBlock, x_sum, dots);
+                for (int p = 0; p < Panels; ++p) sums[r][p] = fma(scale[p] * x_scale, dots[p], sums[r][p]);
                 if constexpr (Kind == Layout::w4_min) {
-                    sums[r] = fma(min, splat(args.x.scale[at] * static_cast<float>(x_sum)), sums[r]);
+                    const Vec x_total = splat(args.x.scale[at] * static_cast<float>(x_sum));
+                    for (int p = 0; p < Panels; ++p) sums[r][p] = fma(min[p], x_total, sums[r][p]);
                 }
             }
         }
-        for (int r = 0; r < Rows; ++r) finish(args, row + r, panel * kPanelRows + part * kLanes, sums[r]);
+        for (int r = 0; r < Rows; ++r) {
+            for (int p = 0; p < Panels; ++p) {
+                finish(args, row + r, (panel + p) * kPanelRows + part * kLanes, sums[r][p]);
+            }
+        }
     }
 }
 
@@ -107,24 +123,33 @@ void float_tile(const MatmulArgs& args, int64_t panel, int64_t row) {
 
 using TileFn = void (*)(const MatmulArgs& args, int64_t panel, int64_t row);
 
-// tiles[n - 1] computes n rows.
+// tiles[p - 1][r - 1] computes r rows of p panels.
 struct Tiles {
-    TileFn tiles[kMaxTile];
+    TileFn tiles[kTilePanels][kMaxTile];
     int max_rows;
+    int max_panels;
 };
 
-template <Layout Kind, int... Is>
-constexpr Tiles rounded_tiles(std::integer_sequence<int, Is...>) {
-    return {{rounded_tile<Kind, Is + 1>...}, kMaxTile};
+template <Layout Kind, int Panels, int... Is>
+constexpr void rounded_tiles(TileFn* tiles, std::integer_sequence<int, Is...>) {
+    ((tiles[Is] = rounded_tile<Kind, Is + 1, Panels>), ...);
+}
+
+template <Layout Kind>
+constexpr Tiles rounded_tiles() {
+    Tiles made{{}, kMaxTile, kTilePanels};
+    rounded_tiles<Kind, 1>(made.tiles[0], std::make_integer_sequence<int, kMaxTile>());
+    rounded_tiles<Kind, kTilePanels>(made.tiles[kTilePanels - 1], std::make_integer_sequence<int, kMaxTile>());
+    return made;
 }
 
 template <Layout Kind, int... Is>
 constexpr Tiles float_tiles(std::integer_sequence<int, Is...>) {
-    return {{float_tile<Kind, Is + 1>...}, kMaxFloatTile};
+    return {{{float_tile<Kind, Is + 1>...}}, kMaxFloatTile, 1};
 }
 
 template <Layout Kind>
-constexpr Tiles kRoundedTiles = rounded_tiles<Kind>(std::make_integer_sequence<int, kMaxTile>());
+constexpr Tiles kRoundedTiles = rounded_tiles<Kind>();
 template <Layout Kind>
 constexpr Tiles kFloatTiles = float_tiles<Kind>(std::make_integer_sequence<int, kMaxFloatTile>());
 
@@ -148,16 +173,18 @@ int64_t row_block(const MatmulArgs& args, int tile) {
     return (tiles < 1 ? 1 : tiles) * tile;
 }
 
+CHAIRLIFT_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 void run(const MatmulArgs& args, int64_t begin, int64_t end) {
     const Tiles& tiles = tiles_for(args.weights.layout);
     const int64_t step = row_block(args, tiles.max_rows);
     for (int64_t first = 0; first < args.num_rows; first += step) {
         const int64_t last = first + step < args.num_rows ? first + step : args.num_rows;
-        for (int64_t panel = begin; panel < end; ++panel) {
+        for (int64_t panel = begin; panel < end; panel += tiles.max_panels) {
+            const int64_t panels = least(end - panel, tiles.max_panels);
             for (int64_t row = first; row < last; row += tiles.max_rows) {
-                const int64_t left = last - row;
-                const int64_t rows = left < tiles.max_rows ? left : tiles.max_rows;
-                tiles.tiles[rows - 1](args, panel, row);
+                const int64_t rows = least(last - row, tiles.max_rows);
+                tiles.tiles[panels - 1][rows - 1](args, panel, row);
             }
         }
     }

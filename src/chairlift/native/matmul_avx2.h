@@ -5,6 +5,7 @@
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
+static constexpr int kTilePanels = 1;
 static constexpr int kMaxTile = 4;       // rows per pass over a panel: 4 sums + 8 weight vectors, of 16 registers
 static constexpr int kMaxFloatTile = 2;  // 4 sums a row
 
@@ -59,11 +60,13 @@ CHAIRLIFT_INLINE __m256i dot_bytes(const Block& block, const int8_t* q) {
 }
 
 // Sum of (w - Zero) * level over the block, per output, exact.
-template <int Zero>
-CHAIRLIFT_INLINE Vec dot(const Block& block, const int8_t* q, int32_t sum) {
+template <int Zero, int Panels>
+CHAIRLIFT_INLINE void dot(const Block* blocks, const int8_t* q, int32_t sum, Vec* dots) {
+    static_assert(Panels == 1);
+    const Block& block = *blocks;
     const __m256i high = dot_bytes<Zero>(block, q);
     const __m256i total = _mm256_add_epi32(_mm256_slli_epi32(high, 8), dot_bytes<Zero>(block, q + kBlock));
-    return {_mm256_cvtepi32_ps(_mm256_sub_epi32(total, _mm256_set1_epi32(Zero * sum)))};
+    *dots = {_mm256_cvtepi32_ps(_mm256_sub_epi32(total, _mm256_set1_epi32(Zero * sum)))};
 }
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

@@ -7,6 +7,7 @@
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
+static constexpr int kTilePanels = 1;
 static constexpr int kMaxTile = 4;
 static constexpr int kMaxFloatTile = 2;
 
@@ -72,13 +73,15 @@ CHAIRLIFT_INLINE void dot_bytes(const Block& block, const int8_t* q, int32_t* of
 }
 
 // Sum of (w - Zero) * level over the block, per output, exact.
-template <int Zero>
-CHAIRLIFT_INLINE Vec dot(const Block& block, const int8_t* q, int32_t sum) {
+template <int Zero, int Panels>
+CHAIRLIFT_INLINE void dot(const Block* blocks, const int8_t* q, int32_t sum, Vec* dots) {
+    static_assert(Panels == 1);
+    const Block& block = *blocks;
     int32_t high[kLanes];
     int32_t low[kLanes];
     dot_bytes<Zero>(block, q, high);
     dot_bytes<Zero>(block, q + kBlock, low);
-    return lanes([&](int i) { return static_cast<float>(256 * high[i] + low[i] - Zero * sum); });
+    *dots = lanes([&](int i) { return static_cast<float>(256 * high[i] + low[i] - Zero * sum); });
 }
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS
