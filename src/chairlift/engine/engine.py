@@ -253,8 +253,8 @@ class Engine:
             log.error("scheduling failed", exc_info=True)
             self._suspects.clear()
             outputs = self._scheduler.recover(EngineError(f"scheduling failed: {_name(error)}"))
-            self._check()
             self._send(outputs)
+            self._check()
             return self._schedule()
         self._has_recovered = False
         return step
@@ -312,8 +312,9 @@ class Engine:
             log.error("taking in the result of a step failed", exc_info=True)
             failure = EngineError(f"the result of the step could not be taken in: {_name(error)}")
             self._observer.step_failed()
-            outputs = self._scheduler.abort(step, end=unfinished, error=failure)
+            self._send(self._scheduler.abort(step, end=unfinished, error=failure))
             self._check()
+            outputs = []
         self._suspects.passed(step)
         return outputs
 
@@ -385,7 +386,13 @@ class Engine:
         except Exception as error:
             log.error("request %s: an output could not be delivered", output.request.id, exc_info=True)
             failure = EngineError(f"a part of the answer could not be delivered: {_name(error)}")
-            self._send(self._scheduler.cancel(output.request, failure))
+            if output.finish_reason is None:
+                with self._wake:
+                    ended = self._scheduler.cancel(output.request, failure)
+                self._send(ended)
+            elif output.error is None:
+                # The end itself was lost: the reader must hear of one.
+                self._deliver_one(finish(output.request, FinishReason.ERROR, failure))
 
     def _note_finished(self, request: Request) -> None:
         request.timing.finished_s = self._clock()

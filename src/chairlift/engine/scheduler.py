@@ -210,6 +210,7 @@ class Scheduler:
             if request.is_finished:
                 self._leave(request)
         self._in_flight = None  # not before: a commit that fails leaves its step to abort
+        self._early_hits.clear()
         return self._hold_back(outputs)
 
     def abort(self, step: Step, *, end: Collection[Request] = (), error: EngineError | None = None) -> list[Output]:
@@ -237,6 +238,7 @@ class Scheduler:
                 self._start_over(request)
         for block in self._registered:
             self._pool.withdraw(block)
+        self._early_hits.clear()
         return self._hold_back([finish(request, FinishReason.ERROR, error) for request in end])
 
     # -- memory -------------------------------------------------------------------------------------------------------

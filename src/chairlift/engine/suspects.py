@@ -3,8 +3,9 @@
     A B C fail together ──> A alone ──> B alone ──> C alone ──> A C together, as if nothing had been
                             passes      fails: ends  passes
 
-A trial computes what the request had in the failed step, no more. What nobody shows alone has no culprit: the requests
-run together again, and end together if that fails time and again. Pure; knows requests and steps, not the scheduler.
+A trial lasts until the request has computed what it had in the failed step. What nobody shows alone has no culprit: the
+requests run together again, and end together if that fails time and again. Pure; knows requests and steps, not the
+scheduler.
 """
 
 from __future__ import annotations
