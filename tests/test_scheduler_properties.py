@@ -26,6 +26,7 @@ def tight_limits(draw: st.DrawFn) -> Limits:
         max_gap_s=draw(st.sampled_from([None, 0.001, 0.02, 0.1])),
         prefix_caching=draw(st.booleans()),
         batching=draw(st.sampled_from(["continuous", "continuous", "static", "serial"])),
+        max_running_per_key=draw(st.sampled_from([None, None, 1, 2])),
     )
 
 
@@ -34,13 +35,15 @@ def some_request(draw: st.DrawFn, name: str, max_tokens_in_all: int) -> Request:
     """A request with a prefix, whole or in part, that others may have too."""
     shared = letters(draw(st.integers(0, 1)), draw(st.integers(0, max_tokens_in_all // 2)))
     own = letters(draw(st.integers(2, 99)), draw(st.integers(1, 20)))
-    return make_request(
+    request = make_request(
         name,
         (*shared, *own)[: max_tokens_in_all - 1],
         salt=draw(st.sampled_from(["", "", "salt"])),
         max_tokens=draw(st.integers(1, 70)),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
     )
+    request.key_name = draw(st.sampled_from(["", "", "alice", "bob"]))
+    return request
 
 
 @dataclass
@@ -134,12 +137,14 @@ def test_preemptions_are_bounded_and_never_hit_the_oldest(limits: Limits, num_bl
     limit = sim.scheduler.max_tokens_per_request
     requests = [data.draw(some_request(f"r{i}#0", limit)) for i in range(data.draw(st.integers(2, 8)))]
     sim.add(*requests)
+    by_age: list[Request] = []
     while (step := sim.schedule()) is not None:
-        oldest = next(r for r in requests if not r.is_finished)
+        by_age += [r for r in sim.scheduler.members if r not in by_age]
+        oldest = next(r for r in by_age if not r.is_finished)
         assert oldest not in step.preempted
         sim.commit(step)
-    for i, request in enumerate(requests):
-        assert request.num_preemptions <= sum(1 + len(r.output) // 16 for r in requests[: i + 1])
+    for i, request in enumerate(by_age):
+        assert request.num_preemptions <= sum(1 + len(r.output) // 16 for r in by_age[: i + 1])
 
 
 @given(limits=tight_limits(), data=st.data())

@@ -106,12 +106,15 @@ class Engine:
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Generates a few tokens on the calling thread, before `start`: pages in weights, teaches the predictor."""
+        """Generates a few tokens on the calling thread, before `start`: pages in weights, teaches how fast it is."""
         for _ in range(2):
             request = _warm_up_request(self._plan)
             self._scheduler.add(request)
             while (step := self._scheduler.schedule()) is not None:
+                start_s = self._clock()
                 self._scheduler.commit(step, self._timed_run(step))
+                if step.num_rows == 1:
+                    self._speed.saw_next_token(self._clock() - start_s)
             if request.finish_reason is not FinishReason.LENGTH:
                 raise EngineError(f"the warm-up request ended with {request.finish_reason}: {request.error}")
 

@@ -8,8 +8,8 @@ Seconds per token is the mean gap between two tokens of one request; seconds per
 first step to first token, over the prompt's length: both hold what sharing steps costs, and the second what hits save.
 The length of an answer is taken for memoryless: what a request has said tells nothing about how much is still to come.
 
-Before the first answer the step-time predictor, which the warm-up has taught, stands in for both, and 256 tokens for
-the length. Pure; owns the averages and the arithmetic, not the line.
+Before the first answer the warm-up's own tokens and the step-time predictor, which it has taught, stand in for both,
+and 256 tokens for the length. Pure; owns the averages and the arithmetic, not the line.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ def waits(
     while line and len(found) < _MAX_SIMULATED:
         first = line.turn(running) if num_free > 0 else None
         if first is None:
-            now_s, ended = heapq.heappop(ends)
-            running[ended] -= 1
+            now_s = ends[0][0]
+            while ends and ends[0][0] == now_s:
+                running[heapq.heappop(ends)[1]] -= 1
             num_free = seats(len(ends))
             continue
         key, item = first
