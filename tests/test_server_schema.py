@@ -178,7 +178,7 @@ def test_every_field_states_its_limits_and_handling() -> None:
     for model in (ChatRequest, CompletionRequest):
         for row in field_table(model):
             assert row.limits
-            assert row.handling in ("honoured", "neutral only", "no effect")
+            assert row.handling in ("honoured", "neutral only", "refused", "no effect")
 
 
 def test_both_names_of_the_token_limit_count() -> None:

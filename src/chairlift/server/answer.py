@@ -61,12 +61,11 @@ class _Choice:
             return None
         if isinstance(body, ChatRequest):
             return chat_logprobs(self._tokenizer, held)
-        tokens = [entry.token for entry in held]
-        entries: list[TokenLogprob | None] = list(held)
-        if has_echo:
-            tokens = [*self._request.prompt, *tokens]
-            entries = [*_of_prompt(self._request), *entries]
-        return self._completion_logprobs.piece(tokens, entries)
+        if not has_echo:
+            return self._completion_logprobs.piece(held)
+        echoed = self._completion_logprobs.echo(self._echo, self._request.prompt, _of_prompt(self._request))
+        new = self._completion_logprobs.piece(held)
+        return {name: [*values, *new[name]] for name, values in echoed.items()}
 
 
 def _of_prompt(request: Request) -> list[TokenLogprob | None]:
@@ -114,12 +113,12 @@ class Answer:
         return [self._chunk([_chat_choice(i, role)]) for i in range(len(self.choices))] if self.is_chat else []
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """The chunks that one choice's news make: content, and an empty one with the reason when it has ended."""
+        """The chunks that one choice's news make: content, and an empty one with the reason when it has ended well."""
         made = []
         piece = self.choices[delta.index].piece(delta)
         if piece is not None:
             made.append(self._chunk([self._piece_choice(delta.index, piece)]))
-        if delta.finish_reason is not None:
+        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             made.append(self._chunk([self._last_choice(delta.index, delta.finish_reason)]))
         return made
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import Receive, Scope
 
-from chairlift.server.problem import BodyTooLarge, ClientGone, InvalidJson, WrongContentType
+from chairlift.server.problem import BodyTooLarge, ClientGone, InvalidJson, WrongContentType, clip
 
 _JSON_TYPE = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _MAY_OVERFLOW = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")
@@ -21,9 +21,11 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def check_content_type(scope: Scope) -> None:
-    """WrongContentType unless the body says it is JSON."""
+    """WrongContentType unless the body says it is JSON, and not packed in some other way."""
     if _JSON_TYPE.fullmatch(header(scope, b"content-type") or b"") is None:
-        raise WrongContentType
+        raise WrongContentType("the body must be JSON, sent with `Content-Type: application/json`")
+    if (header(scope, b"content-encoding") or b"identity").strip().lower() != b"identity":
+        raise WrongContentType("the body must be sent as it is, without `Content-Encoding`")
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
@@ -48,7 +50,8 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
 def parse_json(body: bytes) -> Any:
     """The value. InvalidJson for anything that is not JSON in UTF-8.
 
-    Also refused: NaN and infinities, numbers that overflow to one (1e999), lone surrogates, nesting beyond 200.
+    Also refused: NaN and infinities, numbers that overflow to one (1e999), lone surrogates, nesting beyond 200, and a
+    name that comes twice in one object, since one of its values would have to be ignored.
     """
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -59,4 +62,14 @@ def parse_json(body: bytes) -> Any:
         where = re.search(r"at line \d+ column \d+$", str(error))
         reason = str(error) if where else "a number is too large"
         raise InvalidJson(f"the body is not valid JSON: {reason}") from None
+    # The first parser keeps the last of two values without a word; the second one sees all pairs.
+    json.loads(body, object_pairs_hook=_refuse_twins)
     return value
+
+
+def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise InvalidJson(f"the body names `{clip(name)}` twice in one object")
+        seen.add(name)

@@ -6,6 +6,7 @@ Templates are written for strings: text parts are joined, a null becomes "", the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from chairlift.errors import RequestError
@@ -15,6 +16,8 @@ from chairlift.server.schema import ChatRequest
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"})
 
+_MARK = "\ue000{}\ue001"  # of Unicode's private use: nobody's own words
+
 
 class Template(Protocol):
     """The part of a chat template that is used here."""
@@ -23,14 +26,7 @@ class Template(Protocol):
     def source(self) -> str:
         """Its Jinja text."""
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: list[dict[str, Any]] | None = None,
-        **kwargs: Any,
-    ) -> str:
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The prompt; RequestError with the template's own words when it refuses."""
 
 
@@ -38,12 +34,23 @@ _KNOWN = frozenset({"role", "content", "tool_calls", "function_call", "audio", "
 
 
 def ignored(request: ChatRequest, template: Template) -> list[str]:
-    """What the template cannot have read, as its text does not name it: further fields of messages, and variables."""
-    fields = {name for message in request.messages for name, value in message.items() if value is not None}
+    """What nobody has read: fields of messages, and variables, that the template's text does not name; fields of parts.
+
+    Text parts reach a template as one string, so that none of their other fields can.
+    """
+    fields = _named(request.messages) - _KNOWN
     variables = request.chat_template_kwargs or {}
-    named = [(f"messages[].{name}", name) for name in sorted(fields - _KNOWN)]
+    named = [(f"messages[].{name}", name) for name in sorted(fields)]
     named += [(f"chat_template_kwargs.{name}", name) for name in sorted(variables)]
-    return [clip(where) for where, name in named if name not in template.source]
+    unread = [where for where, name in named if name not in template.source]
+    contents = [message["content"] for message in request.messages if isinstance(message.get("content"), list)]
+    parts = _named(part for content in contents for part in content) - {"type", "text"}
+    return unread + [f"messages[].content[].{name}" for name in sorted(parts)]
+
+
+def _named(objects: Iterable[dict[str, Any]]) -> set[str]:
+    """The names that any of these gives a value to."""
+    return {name for value in objects for name, inner in value.items() if inner is not None}
 
 
 def render(request: ChatRequest, template: Template | None) -> str:
@@ -54,12 +61,41 @@ def render(request: ChatRequest, template: Template | None) -> str:
     for name in extra:
         if name in _RESERVED or not name.isidentifier():
             raise RequestError(f"`chat_template_kwargs` may not set `{clip(name)}`", param="chat_template_kwargs")
+    options = {**extra, "add_generation_prompt": request.add_generation_prompt is not False}
     messages = [_plain(message, f"messages[{i}]", template.source) for i, message in enumerate(request.messages)]
     try:
-        return template.render(messages, add_generation_prompt=request.add_generation_prompt is not False, **extra)
+        text = template.render(messages, **options)
     except RequestError as error:
         error.param = error.param or "messages"
         raise
+    _refuse_dropped(messages, template, options)
+    return text
+
+
+def _refuse_dropped(messages: list[dict[str, Any]], template: Template, options: dict[str, Any]) -> None:
+    """RequestError for a message that the template passes over without a word, as some do with roles they do not know.
+
+    Only a rendering tells: many templates write any role as it comes, and name none.
+    """
+    doubtful = [
+        i
+        for i, message in enumerate(messages)
+        if message["role"] not in ("user", "assistant")
+        and not any(f"{quote}{message['role']}{quote}" in template.source for quote in "'\"")
+    ]
+    if not doubtful:
+        return
+    marked = list(messages)
+    for i in doubtful:
+        marked[i] = {**messages[i], "content": _MARK.format(i)}
+    try:
+        text = template.render(marked, **options)
+    except RequestError:
+        return  # it reads the content, and does not take the mark for one
+    for i in doubtful:
+        if _MARK.format(i) not in text:
+            role, where = messages[i]["role"], f"messages[{i}].role"
+            raise RequestError(f"`{where}` is {role}, which this model's chat template passes over", param=where)
 
 
 def _plain(message: dict[str, Any], where: str, source: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class Delta:
     num_tokens: int = 0  # of the whole output so far
     finish_reason: FinishReason | None = None
     error: ChairliftError | None = None
+    made_s: float = 0.0  # Unix time at which the newest of it left the engine
 
     def add(self, output: Output | Delta) -> None:
         """Adds what came later."""
@@ -58,11 +60,13 @@ class Listener:
         """Those the engine still works for."""
         return [self.requests[i] for i in sorted(self._open)]
 
-    def push(self, index: int, output: Output) -> None:
-        """Merges one output into what waits to be taken."""
+    def push(self, index: int, output: Output, made_s: float) -> None:
+        """Merges one output, made at that Unix time, into what waits to be taken."""
         if index not in self._open:
             return
-        self._news.setdefault(index, Delta(index)).add(output)
+        delta = self._news.setdefault(index, Delta(index))
+        delta.add(output)
+        delta.made_s = made_s
         if output.finish_reason is not None:
             self._open.discard(index)
         self._event.set()
@@ -81,7 +85,8 @@ class Dispatch:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
-        self._inbox: list[Output] = []  # guarded by the lock; everything else belongs to the event loop
+        # Each step's outputs and when they were made. Guarded by the lock; all else belongs to the event loop.
+        self._inbox: list[tuple[list[Output], float]] = []
         self._waiting: dict[Request, tuple[Listener, int]] = {}
 
     @property
@@ -97,7 +102,7 @@ class Dispatch:
         """Takes one step's outputs, on the engine thread."""
         with self._lock:
             is_first = not self._inbox
-            self._inbox.extend(outputs)
+            self._inbox.append((outputs, time.time()))
         if is_first and self._loop is not None:
             # A closed loop means that the process is on its way out and nobody listens.
             with contextlib.suppress(RuntimeError):
@@ -116,16 +121,18 @@ class Dispatch:
 
     def fail_all(self, error: ChairliftError) -> None:
         """Ends every wait with an error; the engine's requests are the caller's matter."""
-        self._push(Output(request, "", 0, (), FinishReason.ERROR, error) for request in self._waiting)
+        ends = [Output(request, "", 0, (), FinishReason.ERROR, error) for request in self._waiting]
+        self._push(ends, time.time())
 
     def _spread(self) -> None:
         with self._lock:
-            outputs, self._inbox = self._inbox, []
-        self._push(outputs)
+            steps, self._inbox = self._inbox, []
+        for outputs, made_s in steps:
+            self._push(outputs, made_s)
 
-    def _push(self, outputs: Iterable[Output]) -> None:
+    def _push(self, outputs: Iterable[Output], made_s: float) -> None:
         for output in outputs:
             waiting = self._waiting.get(output.request)
             if waiting is not None:
                 listener, index = waiting
-                listener.push(index, output)
+                listener.push(index, output, made_s)

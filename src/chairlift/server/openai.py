@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -11,13 +12,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from chairlift import card
-from chairlift.errors import ModelNotFound
+from chairlift.errors import ModelNotFound, RequestError
 from chairlift.server.answer import Answer
-from chairlift.server.body import check_content_type, read_body
+from chairlift.server.body import check_content_type, header, read_body
 from chairlift.server.middleware import Caller, caller
 from chairlift.server.problem import JsonResponse, clip
 from chairlift.server.service import Service, until_gone
 from chairlift.server.sse import collect, stream
+
+TIMESTAMPS_HEADER = "x-chairlift-timestamps"
+"""1: each event of a stream says when it was sent. For clients that cannot add a field to the body."""
 
 
 class Generate:
@@ -40,8 +44,10 @@ class Generate:
         serving = service.serving
         preparer = serving.preparer
         make = preparer.chat if self._kind == "chat" else preparer.completion
+        asks_timestamps = _flag(scope, TIMESTAMPS_HEADER)
         serving.engine.require_room(who.key_name)
         job = await service.prepare(make, body, _answer_id(who))
+        job = replace(job, asks_timestamps=asks_timestamps)
         requests = preparer.requests(job, key_name=who.key_name)
         answer = Answer.to(job, requests, serving.loaded)
         with service.submitted(requests) as listener:
@@ -50,6 +56,14 @@ class Generate:
                 return
             whole = await collect(answer, listener)
         await JsonResponse(whole)(scope, _never, send)
+
+
+def _flag(scope: Scope, name: str) -> bool:
+    """A header that is 0 or 1. RequestError for any other value."""
+    given = header(scope, name.encode())
+    if given not in (None, b"0", b"1"):
+        raise RequestError(f"the header `{name}` must be 0 or 1", param=name)
+    return given == b"1"
 
 
 async def _never() -> Any:

@@ -19,13 +19,13 @@ from chairlift.server.body import parse_json
 from chairlift.server.chat import ignored, render
 from chairlift.server.problem import UnknownParameter, clip
 from chairlift.server.schema import (
-    MAX_NAMED,
     AnyRequest,
     ChatRequest,
     CompletionRequest,
     parse,
     refuse,
     stop_strings,
+    warn,
 )
 
 GREEDY_BELOW = 1e-5
@@ -46,6 +46,7 @@ class Job:
     echoes: tuple[str, ...]  # the text of each prompt when it is echoed, else empty
     params: SamplingParams
     warnings: tuple[str, ...]
+    asks_timestamps: bool = False  # by its header
 
     @property
     def n(self) -> int:
@@ -57,6 +58,12 @@ class Job:
         """Whether a stream ends with a chunk of token counts."""
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
+
+    @property
+    def include_timestamps(self) -> bool:
+        """Whether each event of a stream says when it was sent."""
+        options = self.body.stream_options
+        return self.asks_timestamps or (options is not None and bool(options.include_timestamps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +141,7 @@ class Preparer:
         names = [] if self.loaded.template is None else ignored(request, self.loaded.template)
         if names and self.config.strict:
             raise UnknownParameter(names[0])
-        return [f"`{name}` was ignored: this model's chat template does not name it" for name in names[:MAX_NAMED]]
+        return warn(names, "`{}` was ignored: this model's chat template does not name it")
 
     def _model_name(self, body: AnyRequest) -> str:
         if body.model is None:

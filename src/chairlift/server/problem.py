@@ -62,16 +62,13 @@ class BodyTooLarge(RequestError):
 
 
 class WrongContentType(RequestError):
-    """415: a body that does not say it is JSON.
+    """415: a body that does not say it is JSON, or that is compressed.
 
     A web page can send other types to any address without asking, so that this check also keeps foreign pages out.
     """
 
     code = "unsupported_media_type"
     http_status = 415
-
-    def __init__(self) -> None:
-        super().__init__("the body must be JSON, sent with `Content-Type: application/json`")
 
 
 class NoSuchPath(RequestError):

@@ -1,18 +1,21 @@
 """The two request bodies: one table of fields, each with its type, its limits and what becomes of it.
 
-A field is one of three things, and the models below are where it is said:
+A field is one of four things, and the models below are where it is said:
 
     honoured       it does what OpenAI's (or vLLM's) documentation says, within the limits written beside it
     neutral only   known, not supported: a value that changes nothing passes, any other is a 400 that names the field
+    refused        known, not supported, and no value but null changes nothing
     no effect      a label for the caller's own use, which no answer could depend on
 
 Anything else is unknown: named in the response's `warnings`, or refused with --strict. The limits are one phrase each,
-which makes the docs' table, the OpenAPI description and the error message ("`temperature` must be ..."). Knows neither
-the model nor the engine: what depends on them (token ids, slots) is checked in prepare.py.
+which makes docs/api-fields.md, the OpenAPI description and the error message ("`temperature` must be ..."). Knows
+neither the model nor the engine: what depends on them (token ids, slots) is checked in prepare.py.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -36,7 +39,7 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
-Handling = Literal["honoured", "neutral only", "no effect"]
+Handling = Literal["honoured", "neutral only", "refused", "no effect"]
 
 
 def honoured(limits: str, default: Any = None, **constraints: Any) -> Any:
@@ -47,9 +50,8 @@ def honoured(limits: str, default: Any = None, **constraints: Any) -> Any:
 def neutral(*values: Any) -> Any:
     """A field that may only hold one of these values (or null), since any other would have to be ignored."""
     accepted = [None, *values]
-    return Field(
-        None, description=_listed(accepted), json_schema_extra={"x-handling": "neutral only", "enum": accepted}
-    )
+    handling = "neutral only" if values else "refused"
+    return Field(None, description=_listed(accepted), json_schema_extra={"x-handling": handling, "enum": accepted})
 
 
 def no_effect() -> Any:
@@ -72,49 +74,56 @@ class _Body(BaseModel):
 class StreamOptions(_Body):
     """How a stream is sent."""
 
-    include_usage: bool | None = honoured("true or false: a last chunk with the token counts")
+    include_usage: bool | None = honoured("true or false: a last chunk with the token counts", False)
+    include_timestamps: bool | None = honoured("true or false: each event says when it was sent (ours alone)", False)
     include_obfuscation: Any = neutral(False)
     continuous_usage_stats: Any = neutral(False)
 
 
 class _Common(_Body):
-    """What the two endpoints share."""
+    """What OpenAI's two endpoints share."""
 
     model: str | None = honoured("the name of a served model, a string; without it the server's first")
     stream: bool | None = honoured("true or false", False)
-    stream_options: StreamOptions | None = honoured("an object with `include_usage`, together with `stream: true`")
+    stream_options: StreamOptions | None = honoured("an object, together with `stream: true`")
     n: int | None = honoured("a whole number from 1 to the server's slots", 1, ge=1)
     stop: str | Strings | None = honoured(
         f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"
     )
-    seed: int | None = honoured("a whole number that fits 64 bits", ge=-(2**63), lt=2**64)
+    seed: int | None = honoured("a whole number that fits 64 bits; without it a fresh one", ge=-(2**63), lt=2**64)
     temperature: float | None = honoured(
-        "a number from 0 to 2; below 0.00001 counts as 0, which takes the likeliest", ge=0, le=2
+        "a number from 0 to 2; below 0.00001 counts as 0, which takes the likeliest", 1.0, ge=0, le=2
     )
-    top_p: float | None = honoured("a number from 0 to 1", ge=0, le=1)
-    presence_penalty: float | None = honoured("a number from -2 to 2", ge=-2, le=2)
-    frequency_penalty: float | None = honoured("a number from -2 to 2", ge=-2, le=2)
+    top_p: float | None = honoured("a number from 0 to 1", 1.0, ge=0, le=1)
+    presence_penalty: float | None = honoured("a number from -2 to 2", 0.0, ge=-2, le=2)
+    frequency_penalty: float | None = honoured("a number from -2 to 2", 0.0, ge=-2, le=2)
     logit_bias: dict[str, float] | None = honoured(
         f"an object of at most {MAX_LOGIT_BIAS} token ids (as strings), each with a number from -100 to 100"
     )
+    response_format: Any = neutral({"type": "text"})
+    service_tier: Any = neutral("auto", "default")
     user: Any = no_effect()
     metadata: Any = no_effect()
     safety_identifier: Any = no_effect()
     prompt_cache_key: Any = no_effect()
-    request_id: Any = no_effect()
-    service_tier: Any = neutral("auto", "default")
-    # vLLM's extensions
-    top_k: int | None = honoured("a whole number from 1; 0 or -1 is off", ge=-1, lt=2**31)
-    min_p: float | None = honoured("a number from 0 to 1", ge=0, le=1)
-    repetition_penalty: float | None = honoured("a number from 0.01 to 100; 1 is off", ge=0.01, le=100)
-    ignore_eos: bool | None = honoured("true or false")
-    min_tokens: int | None = honoured("a whole number from 0 to `max_tokens`", ge=0, lt=2**31)
+
+
+class _Extensions(_Body):
+    """What vLLM adds to both endpoints."""
+
+    top_k: int | None = honoured("a whole number from 1; 0 or -1 is off", 0, ge=-1, lt=2**31)
+    min_p: float | None = honoured("a number from 0 to 1", 0.0, ge=0, le=1)
+    repetition_penalty: float | None = honoured("a number from 0.01 to 100; 1 is off", 1.0, ge=0.01, le=100)
+    ignore_eos: bool | None = honoured("true or false", False)
+    min_tokens: int | None = honoured("a whole number from 0 to `max_tokens`", 0, ge=0, lt=2**31)
     stop_token_ids: TokenIds | None = honoured(f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     prompt_logprobs: int | None = honoured(
         f"a whole number from 0 to {MAX_LOGPROBS}, without `stream`", ge=0, le=MAX_LOGPROBS
     )
     cache_salt: str | None = honoured("a string of 1 to 256 characters", min_length=1, max_length=256)
     priority: Any = neutral(0)
+    request_id: Any = no_effect()
+    session_id: Any = no_effect()
     use_beam_search: Any = neutral(False)
     length_penalty: Any = neutral(1)
     early_stopping: Any = neutral(False)
@@ -122,34 +131,58 @@ class _Common(_Body):
     spaces_between_special_tokens: Any = neutral(True)
     include_stop_str_in_output: Any = neutral(False)
     truncate_prompt_tokens: Any = neutral()
+    truncation_side: Any = neutral("left", "right")
     allowed_token_ids: Any = neutral()
     bad_words: Any = neutral([])
     logits_processors: Any = neutral([])
+    logprob_token_ids: Any = neutral()
+    thinking_token_budget: Any = neutral(-1)
+    repetition_detection: Any = neutral()
+    watermarking: Any = neutral(False)
+    structured_outputs: Any = neutral()
     guided_json: Any = neutral()
     guided_regex: Any = neutral()
     guided_choice: Any = neutral()
     guided_grammar: Any = neutral()
-    structured_outputs: Any = neutral()
+    guided_decoding_backend: Any = neutral()
+    guided_whitespace_pattern: Any = neutral()
     return_tokens_as_token_ids: Any = neutral(False)
     return_token_ids: Any = neutral(False)
+    return_token_offsets: Any = neutral(False)
+    return_mm_kwargs: Any = neutral(True)
+    routed_experts_prompt_start: Any = neutral(0)
+    stream_interval: Any = neutral(1)
     kv_transfer_params: Any = neutral()
+    ec_transfer_params: Any = neutral()
     vllm_xargs: Any = neutral({})
-    response_format: Any = neutral({"type": "text"})
 
 
-class ChatRequest(_Common):
+class _ChatExtensions(_Extensions):
+    """What vLLM adds to chats."""
+
+    add_generation_prompt: bool | None = honoured("true or false", True)
+    chat_template_kwargs: dict[str, Any] | None = honoured("an object of further variables for the chat template")
+    chat_template: Any = neutral()
+    continue_final_message: Any = neutral(False)
+    add_special_tokens: Any = neutral(False)
+    echo: Any = neutral(False)
+    documents: Any = neutral([])
+    include_reasoning: Any = neutral(True, False)
+    return_prompt_text: Any = neutral(False)
+    media_io_kwargs: Any = neutral({})
+    mm_processor_kwargs: Any = neutral({})
+
+
+class ChatRequest(_ChatExtensions, _Common):
     """POST /v1/chat/completions."""
 
     messages: Messages = honoured("a list of at least one message object", ..., min_length=1)
     max_tokens: int | None = honoured("a whole number from 1; more than there is room for means all the room", ge=1)
     max_completion_tokens: int | None = honoured("as `max_tokens`, whose newer name it is; the smaller counts", ge=1)
-    logprobs: bool | None = honoured("true or false")
+    logprobs: bool | None = honoured("true or false", False)
     top_logprobs: int | None = honoured(
-        f"a whole number from 0 to {MAX_LOGPROBS}, together with `logprobs: true`", ge=0, le=MAX_LOGPROBS
+        f"a whole number from 0 to {MAX_LOGPROBS}, together with `logprobs: true`", 0, ge=0, le=MAX_LOGPROBS
     )
-    add_generation_prompt: bool | None = honoured("true or false", True)
-    chat_template_kwargs: dict[str, Any] | None = honoured("an object of further variables for the chat template")
-    store: Any = neutral(False)
     tools: Any = neutral([])
     tool_choice: Any = neutral("none", "auto")
     parallel_tool_calls: Any = neutral(True, False)
@@ -161,14 +194,10 @@ class ChatRequest(_Common):
     reasoning_effort: Any = neutral("none")
     verbosity: Any = neutral("medium")
     web_search_options: Any = neutral()
+    moderation: Any = neutral()
+    store: Any = neutral(False)
     prompt_cache_retention: Any = neutral("in_memory", "in-memory")
-    chat_template: Any = neutral()
-    continue_final_message: Any = neutral(False)
-    add_special_tokens: Any = neutral(False)
-    echo: Any = neutral(False)
-    documents: Any = neutral([])
-    include_reasoning: Any = neutral(True, False)
-    mm_processor_kwargs: Any = neutral({})
+    prompt_cache_options: Any = neutral({}, {"mode": "implicit"})
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -181,7 +210,14 @@ class ChatRequest(_Common):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(_Common):
+class _CompletionExtensions(_Extensions):
+    """What vLLM adds to texts."""
+
+    add_special_tokens: bool | None = honoured("true or false: whether text gets the model's first token", True)
+    prompt_embeds: Any = neutral()
+
+
+class CompletionRequest(_CompletionExtensions, _Common):
     """POST /v1/completions."""
 
     prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = honoured(
@@ -194,7 +230,6 @@ class CompletionRequest(_Common):
     )
     logprobs: int | None = honoured(f"a whole number from 0 to {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS)
     echo: bool | None = honoured("true or false", False)
-    add_special_tokens: bool | None = honoured("true or false: whether text gets the model's first token", True)
     best_of: Any = neutral(1)
     suffix: Any = neutral("")
 
@@ -215,7 +250,7 @@ AnyRequest = ChatRequest | CompletionRequest
 
 @dataclass(frozen=True, slots=True)
 class FieldRow:
-    """One line of the docs' table."""
+    """What is to be said of one field."""
 
     name: str
     limits: str
@@ -249,7 +284,14 @@ def parse(model: type[B], data: object, *, strict: bool) -> tuple[B, list[str]]:
         raise _explain(model, error) from None
     if isinstance(request, ChatRequest | CompletionRequest):
         _check_together(request)
-    return request, [f"unknown field `{clip(name)}` was ignored" for name in unknown[:MAX_NAMED]]
+    return request, warn(unknown, "unknown field `{}` was ignored")
+
+
+def warn(names: list[str], wording: str) -> list[str]:
+    """A warning for each name, and one for those beyond the first few."""
+    warnings = [wording.format(clip(name)) for name in names[:MAX_NAMED]]
+    num_more = len(names) - MAX_NAMED
+    return [*warnings, f"{num_more} further fields were ignored"] if num_more > 0 else warnings
 
 
 def _check_neutral(model: type[BaseModel], data: dict[str, Any], prefix: str) -> list[str]:
@@ -274,9 +316,13 @@ def _same(value: Any, neutral_value: Any) -> bool:
 def _explain(model: type[BaseModel], error: ValidationError) -> RequestError:
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     name = str(first["loc"][0])
+    info = model.model_fields[name]
     if first["type"] == "missing" and len(first["loc"]) == 1:
-        return RequestError(f"`{name}` is required: it must be {model.model_fields[name].description}", param=name)
-    return RequestError(f"`{name}` must be {model.model_fields[name].description}", param=name)
+        return RequestError(f"`{name}` is required: it must be {info.description}", param=name)
+    if name == "stream_options" and len(first["loc"]) > 1:
+        inner = str(first["loc"][1])
+        name, info = f"{name}.{inner}", StreamOptions.model_fields[inner]
+    return RequestError(f"`{name}` must be {info.description}", param=name)
 
 
 def _check_together(request: AnyRequest) -> None:
@@ -319,3 +365,49 @@ def stop_strings(request: AnyRequest) -> tuple[str, ...]:
 def refuse(request: AnyRequest, name: str) -> RequestError:
     """The error that says a field's limits, and its limits only."""
     return RequestError(f"`{name}` must be {type(request).model_fields[name].description}", param=name)
+
+
+# -- the docs ---------------------------------------------------------------------------------------------------------
+
+_DOCS_HEAD = """# Fields of a request
+
+Made from `src/chairlift/server/schema.py` by `python -m chairlift.server.schema > docs/api-fields.md`; a test keeps it
+true. [The API](api.md) says what surrounds them.
+
+Every field may be null, which means its default; `messages` and `prompt` are required. A value beyond its limits is a
+400 that names the field. What is done with a field:
+
+- **honoured**: it does what OpenAI's (or vLLM's) documentation says, within these limits.
+- **neutral only**: not supported. Clients send these values all the time, and they change nothing; any other is a 400.
+- **refused**: not supported; anything but null is a 400.
+- **no effect**: a label for the caller's own use.
+
+A field that is on none of these lists is ignored and named in the answer's `warnings`; with `--strict` it is a 400.
+"""
+
+_SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("Both endpoints", _Common),
+    ("Inside `stream_options`", StreamOptions),
+    ("`/v1/chat/completions`", ChatRequest),
+    ("`/v1/completions`", CompletionRequest),
+    ("vLLM's extensions", _Extensions),
+    ("vLLM's extensions, chats only", _ChatExtensions),
+    ("vLLM's extensions, texts only", _CompletionExtensions),
+)
+
+
+def markdown() -> str:
+    """docs/api-fields.md, from the models."""
+    lines = [_DOCS_HEAD.rstrip("\n")]
+    for title, model in _SECTIONS:
+        lines += ["", f"## {title}", "", "| field | may be | default | |", "|---|---|---|---|"]
+        own = inspect.get_annotations(model)
+        for row in field_table(model):
+            if row.name in own:
+                default = "" if row.default is None else f"`{json.dumps(row.default)}`"
+                lines.append(f"| `{row.name}` | {row.limits} | {default} | {row.handling} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -4,12 +4,16 @@ start  ->  opening  ->  chunks ...  ->  usage, if asked for  ->  [DONE]
               \\-> ": queued position=3 expected_wait_s=12" once a second while it waits in line
               \\-> ": ping" while there is nothing to say
                \\-> on failure: {"error": {...}}  ->  [DONE]           exactly one end on every path
+
+Where the client asks for it, each event says when it was sent: a proxy that gathers events can then be told from a slow
+model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,16 +46,6 @@ class Pace:
     stall_s: float = 60.0  # a reader that takes nothing for so long is gone
 
 
-def event(value: object) -> bytes:
-    """One event."""
-    return b"data: " + encode(value) + b"\n\n"
-
-
-def events(values: list[dict[str, Any]]) -> bytes:
-    """Several events in one piece."""
-    return b"".join(map(event, values))
-
-
 def raise_failure(deltas: list[Delta]) -> None:
     """Raises what a choice ended with, when it was not an end that a client should take for an answer."""
     for delta in deltas:
@@ -64,15 +58,24 @@ def raise_failure(deltas: list[Delta]) -> None:
 class _Writer:
     """Sends pieces of one stream, and pings when it has sent nothing for a while."""
 
-    def __init__(self, send: Send, pace: Pace, place: Callable[[], bytes | None]) -> None:
+    def __init__(self, send: Send, pace: Pace, place: Callable[[], bytes | None], *, is_stamped: bool) -> None:
         self._send = send
         self._pace = pace
         self._place = place
+        self._is_stamped = is_stamped
         self._last_s = 0.0
 
     async def start(self) -> None:
         """Sends status and headers."""
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        self._last_s = asyncio.get_running_loop().time()
+
+    def event(self, value: dict[str, Any], made_s: float | None = None) -> bytes:
+        """One event, to be written at once. `made_s` is when its newest token left the engine, if it has one."""
+        if self._is_stamped:
+            made_s = None if made_s is None else round(made_s, 6)
+            value = {**value, "timestamps": {"sent_s": round(time.time(), 6), "token_s": made_s}}
+        return b"data: " + encode(value) + b"\n\n"
 
     async def write(self, payload: bytes, *, more: bool = True) -> None:
         """Sends one piece, if there is anything in it. Raises ClientGone when the reader takes nothing for too long."""
@@ -101,29 +104,28 @@ class _Writer:
                 await self.write(PING if place is None else b"")
 
 
-async def stream(
-    answer: Answer, listener: Listener, send: Send, pace: Pace, place: Callable[[], bytes | None]
-) -> None:
+async def stream(answer: Answer, listener: Listener, send: Send, pace: Pace, place: Callable[[], bytes | None]) -> None:
     """Writes one answer as it comes. Raises ClientGone when nobody reads it; other failures are told in the stream.
 
     `place` is the comment for one that waits in line (it may be empty), and None once it does not.
     """
-    writer = _Writer(send, pace, place)
+    writer = _Writer(send, pace, place, is_stamped=answer.job.include_timestamps)
     await writer.start()
     try:
-        await writer.write(events(answer.opening()))
+        await writer.write(b"".join(map(writer.event, answer.opening())))
         while not listener.is_done:
             deltas = await writer.news(listener)
+            chunks = [writer.event(chunk, delta.made_s) for delta in deltas for chunk in answer.chunks(delta)]
+            await writer.write(b"".join(chunks))
             raise_failure(deltas)
-            await writer.write(b"".join(events(answer.chunks(delta)) for delta in deltas))
-        usage = event(answer.usage_chunk()) if answer.job.include_usage else b""
+        usage = writer.event(answer.usage_chunk()) if answer.job.include_usage else b""
         await writer.write(usage + DONE, more=False)
     except ClientGone:
         raise
     except Exception as error:
         if not isinstance(error, ChairliftError):
             log.exception("request %s: its stream failed", answer.job.id)
-        await writer.write(event(error_body(error)) + DONE, more=False)
+        await writer.write(writer.event(error_body(error)) + DONE, more=False)
 
 
 async def collect(answer: Answer, listener: Listener) -> dict[str, object]:
