@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from chairlift.engine.budget import Budget
 from chairlift.engine.predictor import StepTime
 from chairlift.engine.request import FinishReason, Request
 from chairlift.engine.step import Piece, Step
@@ -355,6 +356,58 @@ def test_a_failed_step_ends_whom_it_concerns_and_nobody_else() -> None:
     sim.scheduler.check()
     sim.run()
     assert tuple(good.output) == alone(good, 20)
+
+
+def test_one_may_run_alone_while_the_others_keep_their_seats() -> None:
+    """Guards against a suspect that is tried together with others, or never, since they hold all memory."""
+    sim = Sim(replace(LIMITS, max_num_seqs=2), num_blocks=8)
+    first, second, third = (make_request(f"r{i}", letters(i, 30), max_tokens=90) for i in range(3))
+    sim.add(first, second)
+    sim.run_until(lambda: bool(second.output))
+    sim.add(third)
+    step = sim.schedule()
+    assert step is not None
+    sim.deliver(sim.scheduler.abort(step))
+    assert (sim.scheduler.num_running, sim.pool.num_held) == (2, 0)
+    while len(first.block_table) < 8:
+        step = sim.scheduler.schedule(first)
+        assert step is not None
+        assert [piece.request for piece in step.pieces] == [first]
+        sim.commit(step)
+    assert sim.pool.num_available == 0
+    step = sim.scheduler.schedule(second)
+    assert step is not None
+    assert [piece.request for piece in step.pieces] == [second]
+    sim.commit(step)
+    assert not first.block_table, "the other one has made room"
+    assert (sim.scheduler.num_running, sim.scheduler.num_waiting) == (2, 1)
+    sim.run()
+    assert sim.finals == [first, second, third]
+    for request in sim.finals:
+        assert tuple(request.output) == alone(request, 90)
+
+
+def test_recover_ends_what_runs_and_keeps_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against blocks that a schedule took, or let others find, before it failed."""
+    sim = Sim(replace(LIMITS, max_num_seqs=1))
+    running, waiting = (make_request(f"r{i}", (*letters(1, 64), 97 + i), max_tokens=5) for i in range(2))
+    sim.add(running, waiting)
+
+    def fail(_: object, budget: Budget, __: object) -> None:
+        sim.scheduler._give(running, 60, budget)
+        raise RuntimeError("our bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sim.scheduler, "_share", fail)
+        with pytest.raises(RuntimeError, match="our bug"):
+            sim.scheduler.schedule()
+    assert (sim.pool.num_held, len(sim.pool.prefix)) == (4, 3)
+    error = EngineError("broken")
+    assert [(o.request, o.error) for o in sim.scheduler.recover(error)] == [(running, error)]
+    sim.scheduler.check()
+    assert (sim.pool.num_held, sim.pool.num_cached) == (0, 0)
+    sim.run()
+    assert tuple(waiting.output) == alone(waiting, 5)
 
 
 def test_end_all_leaves_nothing_behind() -> None:

@@ -217,7 +217,9 @@ class Service:
             log.warning("ending %d requests: they did not finish in time", self._num_answering)
             self._dispatch.fail_all(Interrupted("the server is shutting down and ended this request"))
             await self._quiet_within(_LAST_WORDS_S)
-        self.on_end()
+        self._notice_death()
+        if self.failure is None:
+            self.on_end()
 
     async def _quiet_within(self, seconds: float) -> bool:
         try:
@@ -235,8 +237,7 @@ class Service:
             if self.state != state:
                 log.log(logging.INFO if self.state != "stalled" else logging.ERROR, "%s -> %s", state, self.state)
                 state = self.state
-            if state == "dead" and self.failure is None:
-                self._fail(EngineError("the engine has died"))
+            self._notice_death()
             if self._serving is None:
                 continue
             now_s = time.monotonic()
@@ -248,6 +249,10 @@ class Service:
             except Exception:
                 log.exception("telling the log of the work done failed")  # and a death must still be noticed
             since_s = now_s if is_due else since_s
+
+    def _notice_death(self) -> None:
+        if self.failure is None and self.state == "dead":
+            self._fail(EngineError("the engine has died"))
 
     def _fail(self, error: Exception) -> None:
         self.failure = error
