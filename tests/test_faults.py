@@ -303,6 +303,17 @@ def test_an_engine_that_cannot_go_on_dies_and_says_so(
     bench.engine.stop()
 
 
+def test_a_forecast_that_fails_harms_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Fault: a bug in foretelling waits loses those that it was about, or ends everybody."""
+    bench = Bench(plan=fake_plan(max_num_seqs=1, max_queue_wait_s=0.0))
+    monkeypatch.setattr("chairlift.engine.door.waits", fails(99, lambda: None))
+    requests = neighbours(4)
+    bench.run(*requests)
+    bench.assert_well(*requests)
+    bench.end()
+    assert caplog.text.count("giving up who waits") == 1
+
+
 # -- observers and readers --------------------------------------------------------------------------------------------
 
 

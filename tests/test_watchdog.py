@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from chairlift.engine.engine import Engine, _Preemptions
+from chairlift.engine.engine import Engine
 from chairlift.engine.observer import Observer
+from chairlift.engine.preemptions import Preemptions
 from chairlift.engine.watchdog import Watchdog, stacks
 from fake_model import FakeModel, fake_plan, fake_request, wait_until
 from test_engine import Gate, state_of
@@ -112,7 +113,7 @@ def test_a_long_prefill_is_progress_and_a_step_that_hangs_is_not(caplog: pytest.
 
 def test_preemptions_are_warned_of_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
     """Fault: a full pool fills the disk with a line per preemption; or some are never told."""
-    preemptions = _Preemptions()
+    preemptions = Preemptions()
     for tenth in range(31):
         if tenth < 25:
             preemptions.add(fake_request(f"r{tenth}", [1]))

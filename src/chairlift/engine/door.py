@@ -78,13 +78,14 @@ class Door:
         limit_s = self._plan.max_queue_wait_s
         if limit_s is None:
             return []
-        late: list[Request] = []
         line = self._scheduler.line
-        while found := [item for item in line.firsts() if now_s - item[1].timing.arrival_s > limit_s]:
-            for key, request in found:
-                line.remove(key, request)
-                late.append(request)
-        expected_s = {key: self._forecast(key)[1] for key in {request.key_name for request in late}}
+        if not any(now_s - first.timing.arrival_s > limit_s for _, first in line.firsts()):
+            return []
+        late = [request for request in line if now_s - request.timing.arrival_s > limit_s]
+        # Before anybody is taken out: should the forecast fail, nobody is lost.
+        expected_s = {key: self._forecast(key, late)[1] for key in {request.key_name for request in late}}
+        for request in late:
+            line.remove(request.key_name, request)
         return [finish(r, FinishReason.ERROR, self._too_late(r, now_s, expected_s[r.key_name])) for r in late]
 
     def _too_late(self, request: Request, now_s: float, expected_wait_s: float) -> QueueWait:
@@ -95,9 +96,11 @@ class Door:
             expected_wait_s=expected_wait_s,
         )
 
-    def _forecast(self, key: str) -> tuple[list[tuple[Request, float]], float]:
+    def _forecast(self, key: str, without: Sequence[Request] = ()) -> tuple[list[tuple[Request, float]], float]:
         """The line in order with each one's wait, and the wait of one more request of `key`."""
         line = self._scheduler.line.copy()
+        for request in without:
+            line.remove(request.key_name, request)
         line.add(key, None)
         members = [Member(r.key_name, self._speed.left_s(r)) for r in self._scheduler.members]
         found = waits(line, members, service_s=self._service_s, seats=self._scheduler.num_seats)

@@ -27,6 +27,7 @@ from chairlift.engine.ending import finish
 from chairlift.engine.forecast import Speed
 from chairlift.engine.observer import Observer, Observers, StepStats
 from chairlift.engine.predictor import StepTime
+from chairlift.engine.preemptions import Preemptions
 from chairlift.engine.request import FinishReason, Output, Request, SamplingParams
 from chairlift.engine.runner import Runner
 from chairlift.engine.scheduler import Limits, Scheduler
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 State = Literal["loading", "ready", "stalled", "draining", "dead"]
 
 _CHECK_AFTER_IDLE_S = 1.0
-_WARN_EVERY_S = 1.0
 _WARM_UP_PROMPT = 64
 _WARM_UP_OUTPUT = 4
 
@@ -91,7 +91,7 @@ class Engine:
         self._door = Door(plan, self._scheduler, self._speed)
         self._suspects = Suspects()
         self._watchdog = Watchdog(plan.watchdog_s, clock)
-        self._preemptions = _Preemptions()
+        self._preemptions = Preemptions()
         self._thread = threading.Thread(target=self._main, name="chairlift-engine", daemon=True)
         # Below: written under _wake by other threads, or by the engine thread alone and read by others as they are.
         self._cancelled: list[Request] = []
@@ -101,6 +101,7 @@ class Engine:
         self._dead = False
         self._num_steps = 0
         self._has_recovered = False  # since a schedule() last succeeded
+        self._has_door_failed = False
         self._step_end_s: float | None = None  # end of the step before, while there was no wait for work
 
     # -- any thread ---------------------------------------------------------------------------------------------------
@@ -217,8 +218,15 @@ class Engine:
             raise Draining("the server is shutting down")
 
     def _give_up_late(self) -> None:
-        with self._wake:
-            outputs = self._door.give_up(self._clock())
+        try:
+            with self._wake:
+                outputs = self._door.give_up(self._clock())
+        except Exception:
+            # It has taken nobody out of the line; they will run, if late.
+            if not self._has_door_failed:
+                log.error("giving up who waits for too long failed: this is said once", exc_info=True)
+            self._has_door_failed = True
+            return
         self._send(outputs)
 
     # -- the engine thread --------------------------------------------------------------------------------------------
@@ -412,33 +420,6 @@ class Engine:
                 log.error("ending all requests failed", exc_info=True)
                 outputs = [finish(request, reason, error) for request in unfinished]
         self._send(outputs)
-
-
-class _Preemptions:
-    """Counts preemptions, and warns of them at most once a second."""
-
-    def __init__(self) -> None:
-        self.num = 0
-        self._num_told = 0
-        self._told_s = float("-inf")
-        self._last_id = ""
-
-    def add(self, request: Request) -> None:
-        """One request lost its blocks."""
-        self.num += 1
-        self._last_id = request.id
-
-    def warn(self, now_s: float) -> None:
-        """Tells the log of those that it does not know of yet, unless it was told just now."""
-        if self.num == self._num_told or now_s - self._told_s < _WARN_EVERY_S:
-            return
-        log.warning(
-            "the KV pool is full: %d more preempted, the last of them request %s; they resume when others have ended "
-            "(--kv-memory enlarges the pool, a smaller --max-num-seqs lets more of them wait first)",
-            self.num - self._num_told,
-            self._last_id,
-        )
-        self._num_told, self._told_s = self.num, now_s
 
 
 def _name(error: BaseException) -> str:
