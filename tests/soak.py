@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
+import logging
 import random
 import re
 import statistics
@@ -28,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import faults
 from process import Server, serving
 from soak_cases import (
     BODY_LIMIT,
@@ -119,7 +122,8 @@ class Asking:
         raise Refused
 
     async def refuse(self, bad: Malformed, key: str) -> None:
-        """A wrong request gets its 4xx, also while the queue is full."""
+        """A wrong request gets its 4xx, or is not even read while the queue is full. Raises Refused then."""
+        start = time.perf_counter()
         headers = {"authorization": f"Bearer {key}", **dict(bad.headers)}
         try:
             reply = await exchange(self.port, request_bytes(bad.method, bad.path, bad.body, headers))
@@ -128,6 +132,8 @@ class Asking:
             if bad.status != 413:
                 raise
             return
+        if reply.status == 503:
+            self._take_refusal(reply, start)
         self.tally.check(bad.is_right(reply), f"{bad.body[:200]!r} got {reply.status} {reply.body[:200]!r}")
 
 
@@ -406,6 +412,32 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             return soak.report
 
 
+def run_faults(options: argparse.Namespace) -> dict[str, Any]:
+    """The report of fault campaigns, one after the other, each with a seed of its own."""
+    logging.getLogger("chairlift").setLevel(logging.CRITICAL + 1)  # thousands of injected faults, each with its stack
+    end_s, tried, lost = time.monotonic() + options.seconds, Counter[str](), list[str]()
+    for seed in itertools.count(options.seed):
+        campaign = faults.campaign(seed=seed)
+        lost += [f"seed {seed}: {what}" for what in campaign.lost]
+        tried.update(campaign.kinds)
+        tried.update(
+            campaigns=1,
+            steps=campaign.steps,
+            failed_steps=campaign.failed_steps,
+            preemptions=campaign.preemptions,
+        )
+        if time.monotonic() > end_s:
+            break
+    return {
+        "soak": "faults",
+        "seed": options.seed,
+        "seconds": options.seconds,
+        "tried": dict(sorted(tried.items())),
+        "lost": lost[:MAX_SHOWN],
+        "num_lost": len(lost),
+    }
+
+
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="30 mixed clients on a server with too little memory for them.")
     parser.add_argument("--seconds", type=float, default=120, help="length of the storm (%(default)s)")
@@ -414,12 +446,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=40, help="requests with a known answer (%(default)s)")
     parser.add_argument("--model", default="smollm2", help="what to serve (%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="serve a tiny random model")
+    parser.add_argument("--faults", action="store_true", help="break things in the engine's own process instead")
     parser.add_argument("--p99-ms", type=float, default=200, help="bound of /health, /live, /metrics (%(default)s)")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    report = run(parse_options())
+    options = parse_options()
+    report = run_faults(options) if options.faults else run(options)
     print(json.dumps(report), flush=True)
     sys.exit(1 if report["num_lost"] else 0)
 

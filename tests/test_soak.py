@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import faults
 import soak
 from soak_cases import MALFORMED, TEXT, Case, Malformed, answer_of, parse_stream, secret_case, text_of
 from wire import Reply
@@ -23,6 +24,17 @@ def test_a_short_storm_loses_nothing() -> None:
     assert report["counted"]["num_preemptions"] > 0
     assert report["counted"]["requests_cancelled"] > 0
     assert min(report["tried"][kind] for kind in ("whole", "streamed", "slow", "left", "malformed", "secret")) > 0
+
+
+def test_short_campaigns_of_faults_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: the campaigns run, and what they lose is not reported."""
+    options = soak.parse_options(["--faults", "--seconds", "0", "--seed", "5"])
+    report = soak.run_faults(options)
+    assert report["lost"] == []
+    assert report["tried"]["campaigns"] == 1
+    assert report["tried"]["failed_steps"] > 0
+    monkeypatch.setattr(faults.Report, "expect", lambda self, is_so, otherwise: self.lost.append(otherwise))
+    assert soak.run_faults(options)["num_lost"] > 0
 
 
 def reckon(tally: soak.Tally) -> list[str]:
