@@ -78,10 +78,15 @@ class Play:
             self.sim.commit(step)
 
     def fail(self, data: st.DataObject, step: Step) -> None:
-        """The step fails, and some of its requests are blamed."""
+        """The step fails, and some of its requests are blamed; some others run alone before they run together again."""
         blamed = [p.request for p in step.pieces if data.draw(st.integers(0, 3)) == 0]
         self.sim.deliver(self.sim.scheduler.abort(step, end=blamed, error=EngineError("injected")))
         self.sim.scheduler.check()
+        for request in [p.request for p in step.pieces if p.request not in blamed and data.draw(st.booleans())]:
+            alone_step = self.sim.scheduler.schedule(request)
+            assert alone_step is not None
+            assert [piece.request for piece in alone_step.pieces] == [request]
+            self.sim.commit(alone_step)
 
     def cancel_one(self, data: st.DataObject) -> None:
         """Somebody leaves, perhaps for the second time."""
