@@ -24,6 +24,7 @@ from chairlift.errors import ConfigError
 from chairlift.keys import ApiKey, Keyring
 
 ENV_PREFIX = "CHAIRLIFT_"
+MAX_MEMORY_UTILIZATION = 0.95
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -253,7 +254,9 @@ class Config:
         None, size(1), "Size of the KV pool.", "1,024 tokens a slot, at least one full context"
     )
     memory_utilization: float = _memory(
-        0.6, real(0.01, 0.95), "Most that the KV pool may take of the memory left after the weights, as a fraction."
+        0.6,
+        real(0.01, MAX_MEMORY_UTILIZATION),
+        "Most that the KV pool may take of the memory left after the weights, as a fraction.",
     )
     kv_cache_dtype: Literal["auto", "f16", "int8"] = _memory(
         "auto", one_of("auto", "f16", "int8"), "How keys and values are kept; auto is f16, int8 takes half of it."

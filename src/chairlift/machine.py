@@ -31,8 +31,12 @@ class Machine:
 
     @property
     def threads(self) -> int:
-        """Compute threads: floor(min(cores, quota)), at least 1. Siblings of a busy core add no arithmetic units and
-        are left to HTTP; rounding a quota up would be paid back in throttling."""
+        """Compute threads: floor(min(cores, quota)), at least 1.
+
+        Siblings of a busy core add no arithmetic units and are left to HTTP; rounding a quota up would be paid back in
+        throttling. Threads are counted by core, not pinned to one: Linux fills idle cores before siblings by itself,
+        and a pinned thread could not get out of a neighbour's way.
+        """
         limit = self.num_cores if self.quota is None else min(self.num_cores, self.quota)
         return max(1, math.floor(limit))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from chairlift import cost
-from chairlift.config import Config
+from chairlift.config import MAX_MEMORY_UTILIZATION, Config
 from chairlift.errors import ConfigError, DoesNotFit
 from chairlift.machine import Machine
 from chairlift.models.spec import ModelSpec
@@ -178,14 +179,16 @@ class _Memory:
         needed = weights + self.working_bytes + kv_bytes
         human = cost.human_bytes
         if self.room <= 0:
-            hint = "use a smaller model or format, or give the machine or its cgroup more memory"
+            fits = cost.file_weight_bytes(self.machine.memory_available_bytes - self.working_bytes)
+            hint = f"use a model or format with at most {human(max(0, fits))} of weights, or give the machine or its "
+            hint += "cgroup more memory"
         elif what == "--kv-memory":
             hint = f"at most --kv-memory {_mib(self.room, up=False)}MiB fits"
         else:
-            hint = (
-                f"{human(self.share)} are left for KV at --memory-utilization {self.utilization:g}; raise it, use "
-                f"--kv-cache-dtype int8 or a smaller model"
-            )
+            hint = f"{human(self.share)} are left for KV at --memory-utilization {self.utilization:g}; "
+            enough = math.ceil(100 * (kv_bytes + 1) / self.room) / 100
+            raised = f"{enough:g} is enough, or " if enough <= MAX_MEMORY_UTILIZATION else ""
+            hint += f"{raised}use --kv-cache-dtype int8 or a smaller model"
         return DoesNotFit(
             f"{self.model.name} does not fit: {human(needed)} needed (weights {human(weights)}, working memory "
             f"{human(self.working_bytes)}, {what} {human(kv_bytes)}), {human(self.machine.memory_available_bytes)} "
