@@ -56,14 +56,14 @@ def positions(call: Call) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
-def told(monkeypatch: pytest.MonkeyPatch) -> list[bytes | None]:
-    """Every look that a stream takes at its place, with what it is told."""
-    looks: list[bytes | None] = []
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes | None]]:
+    """Every look that a stream takes at its place: its id, and what it is told."""
+    looks: list[tuple[str, bytes | None]] = []
     comment = Board.comment
 
     def looked(board: Board, requests: Sequence[Request]) -> bytes | None:
-        looks.append(comment(board, requests))
-        return looks[-1]
+        looks.append((requests[0].id, comment(board, requests)))
+        return looks[-1][1]
 
     monkeypatch.setattr(Board, "comment", looked)
     return looks
@@ -247,7 +247,7 @@ def test_a_stream_that_waits_hears_where_it_stands(monkeypatch: pytest.MonkeyPat
             await gate.entered()
             second = Call(app, CHAT, STREAM)
             await until(lambda: num_waiting(app) == 1)
-            third = Call(app, CHAT, STREAM)
+            third = Call(app, CHAT, STREAM, headers={"x-request-id": "third"})
             await third.until(lambda call: len(positions(call)) >= 3)
             assert (second.status, third.status) == (200, 200)
             assert (set(positions(second)), set(positions(third))) == ({1}, {2})
@@ -255,8 +255,7 @@ def test_a_stream_that_waits_hears_where_it_stands(monkeypatch: pytest.MonkeyPat
             gate.open()
             gate.close_at = lambda step: len(step.tokens) > 1  # the prompt of the third
             await until(lambda: gate.close_at is None)
-            looks.clear()
-            await until(lambda: None in looks)
+            await until(lambda: any("third" in id and place is None for id, place in looks))
             num_told = len(positions(third))
             gate.open()
             await asyncio.gather(first.done(), third.done())
