@@ -146,12 +146,12 @@ class Storm(Asking):
         self._kinds: dict[str, tuple[int, Callable[[random.Random, str], Awaitable[None]]]] = {
             "whole": (20, self._whole),
             "streamed": (20, self._streamed),
-            "slow": (6, self._slow),
+            "slow": (3, self._slow),
             "left": (16, self._leave),
             "upload cut": (6, self._cut_upload),
             "malformed": (14, self._malformed),
             "garbage": (2, self._garbage),
-            "secret": (16, self._secret),
+            "secret": (24, self._secret),
         }
 
     async def run(self, seconds: float, num_clients: int, seed: int) -> None:
@@ -169,7 +169,7 @@ class Storm(Asking):
                     await self._kinds[name][1](choose, KEYS[number % len(KEYS)])
             except Refused:
                 self.tally.counts["refused"] += 1
-                await asyncio.sleep(choose.uniform(0.05, 0.5))  # less than it was told: the queue shall stay full
+                await asyncio.sleep(choose.uniform(0.1, 1.0))  # less than it was told: the queue shall stay full
             except Exception as error:
                 self.tally.lose(f"{name}: {type(error).__name__}: {error}")
 
