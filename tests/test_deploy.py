@@ -187,6 +187,18 @@ def test_settings_in_deploy_are_settings() -> None:
         config.load(environ=values).require_safe_host()
 
 
+def test_a_user_without_a_home_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback before the first line, for the user of a service or a container whom no passwd file knows."""
+
+    def no_home(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert config._cache().is_absolute()
+    with pytest.raises(chairlift.ChairliftError, match="CHAIRLIFT_CACHE_DIR"):
+        config.load(environ={"CHAIRLIFT_CACHE_DIR": "~/models"})
+
+
 def test_versions_are_the_programs() -> None:
     """An image called by last year's version."""
     for file in ("docker/Dockerfile", "docker/compose.yaml", "kubernetes/chairlift.yaml"):

@@ -115,7 +115,10 @@ def path() -> Kind:
     def parse(value: object) -> Path:
         if not isinstance(value, str | Path) or not str(value):
             raise ValueError
-        return Path(value).expanduser()
+        try:
+            return Path(value).expanduser()
+        except RuntimeError:  # no such home
+            raise ValueError from None
 
     return Kind(parse, "a path", "PATH")
 
@@ -199,7 +202,14 @@ _model, _server, _memory, _scheduling, _machine = map(
 
 _NAME = text("text without spaces", r"[^\s\x00-\x1f\x7f]+")
 _ORIGIN = text("* or an origin like https://example.org", r"\*|https?://[^\s/,]+")
-_CACHE = Path("~/.cache/chairlift")
+
+
+def _cache() -> Path:
+    """Where fetched models lie unless somebody says; a service's user may have no home."""
+    try:
+        return Path("~/.cache/chairlift").expanduser()
+    except RuntimeError:
+        return Path("/var/cache/chairlift")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +217,7 @@ class Config:
     """Every setting, as asked for; None means "you decide", which the Plan does."""
 
     model: str = _model("smollm2", text(), "A packaged model (`chairlift models`) or the path of a GGUF file.")
-    cache_dir: Path = _model(_CACHE.expanduser(), path(), "Where fetched models lie.", str(_CACHE))  # noqa: RUF009
+    cache_dir: Path = _model(_cache(), path(), "Where fetched models lie.", "~/.cache/chairlift")  # noqa: RUF009
     seed: int | None = _model(
         None, whole(0, 2**63 - 1), "Seed of requests that bring none.", "each such request draws its own"
     )
