@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 from chairlift.errors import RequestError
 from chairlift.server.problem import UnsupportedParameter, clip
-from chairlift.server.schema import ChatRequest
+from chairlift.server.schema import ROLES, ChatRequest
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"})
 
 _MARK = "\ue000{}\ue001"  # of Unicode's private use: nobody's own words

@@ -19,7 +19,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from chairlift.engine.request import MAX_LOGPROBS
 from chairlift.errors import RequestError
@@ -29,15 +29,35 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_NAMED = 32
 """Most unknown fields that warnings name."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; a chat answer has none but the room left."""
 
 # One error is enough: a million token ids that are no strings must not become a million errors.
-Strings = Annotated[list[str], Field(fail_fast=True)]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
+Strings = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+ListsOfTokenIds = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
+# What is in a message is checked in chat.py, which can say where in the list it is wrong.
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}]},
+    },
+}
+Messages = Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]], Field(min_length=1, fail_fast=True)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 Handling = Literal["honoured", "neutral only", "refused", "no effect"]
 
@@ -57,6 +77,13 @@ def neutral(*values: Any) -> Any:
 def no_effect() -> Any:
     """A field that may hold anything, since no answer could depend on it."""
     return Field(None, description="anything", json_schema_extra={"x-handling": "no effect"})
+
+
+def _few(value: Any) -> Any:
+    """Refuses an object for its size before each of its values can make an error of its own."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ValueError
+    return value
 
 
 def _listed(values: list[Any]) -> str:
@@ -87,7 +114,7 @@ class _Common(_Body):
     stream: bool | None = honoured("true or false", False)
     stream_options: StreamOptions | None = honoured("an object, together with `stream: true`")
     n: int | None = honoured("a whole number from 1 to the server's slots", 1, ge=1)
-    stop: str | Strings | None = honoured(
+    stop: Stop | Stops | None = honoured(
         f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"
     )
     seed: int | None = honoured("a whole number that fits 64 bits; without it a fresh one", ge=-(2**63), lt=2**64)
@@ -97,7 +124,7 @@ class _Common(_Body):
     top_p: float | None = honoured("a number from 0 to 1", 1.0, ge=0, le=1)
     presence_penalty: float | None = honoured("a number from -2 to 2", 0.0, ge=-2, le=2)
     frequency_penalty: float | None = honoured("a number from -2 to 2", 0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = honoured(
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few), Field(max_length=MAX_LOGIT_BIAS)] | None = honoured(
         f"an object of at most {MAX_LOGIT_BIAS} token ids (as strings), each with a number from -100 to 100"
     )
     response_format: Any = neutral({"type": "text"})
@@ -116,7 +143,7 @@ class _Extensions(_Body):
     repetition_penalty: float | None = honoured("a number from 0.01 to 100; 1 is off", 1.0, ge=0.01, le=100)
     ignore_eos: bool | None = honoured("true or false", False)
     min_tokens: int | None = honoured("a whole number from 0 to `max_tokens`", 0, ge=0, lt=2**31)
-    stop_token_ids: TokenIds | None = honoured(f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
+    stop_token_ids: StopTokenIds | None = honoured(f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     prompt_logprobs: int | None = honoured(
         f"a whole number from 0 to {MAX_LOGPROBS}, without `stream`", ge=0, le=MAX_LOGPROBS
     )
@@ -176,7 +203,7 @@ class _ChatExtensions(_Extensions):
 class ChatRequest(_ChatExtensions, _Common):
     """POST /v1/chat/completions."""
 
-    messages: Messages = honoured("a list of at least one message object", ..., min_length=1)
+    messages: Messages = honoured("a list of at least one message object", ...)
     max_tokens: int | None = honoured("a whole number from 1; more than there is room for means all the room", ge=1)
     max_completion_tokens: int | None = honoured("as `max_tokens`, whose newer name it is; the smaller counts", ge=1)
     logprobs: bool | None = honoured("true or false", False)
@@ -220,7 +247,7 @@ class _CompletionExtensions(_Extensions):
 class CompletionRequest(_CompletionExtensions, _Common):
     """POST /v1/completions."""
 
-    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = honoured(
+    prompt: str | Strings | TokenIds | ListsOfTokenIds = honoured(
         "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty", ...
     )
     max_tokens: int | None = honoured(
@@ -327,7 +354,6 @@ def _explain(model: type[BaseModel], error: ValidationError) -> RequestError:
 
 def _check_together(request: AnyRequest) -> None:
     """What no single field can say."""
-    _check_lists(request)
     wanted = request.wanted_tokens
     if isinstance(request, CompletionRequest) and wanted == 0 and not request.echo:
         raise refuse(request, "max_tokens")
@@ -339,20 +365,6 @@ def _check_together(request: AnyRequest) -> None:
         raise refuse(request, "prompt_logprobs")
     if wanted is not None and (request.min_tokens or 0) > wanted:
         raise refuse(request, "min_tokens")
-
-
-def _check_lists(request: AnyRequest) -> None:
-    stops = stop_strings(request)
-    if len(stops) > MAX_STOPS or not all(1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise refuse(request, "stop")
-    if len(request.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
-        raise refuse(request, "stop_token_ids")
-    bias = request.logit_bias or {}
-    if len(bias) > MAX_LOGIT_BIAS or not all(-100 <= value <= 100 for value in bias.values()):
-        raise refuse(request, "logit_bias")
-    prompt = request.prompt if isinstance(request, CompletionRequest) else ""
-    if prompt == [] or any(part == [] for part in prompt):
-        raise refuse(request, "prompt")
 
 
 def stop_strings(request: AnyRequest) -> tuple[str, ...]:
