@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -12,7 +13,6 @@ from starlette.types import Receive, Scope
 from chairlift.server.problem import BodyTooLarge, ClientGone, InvalidJson, WrongContentType, clip
 
 _JSON_TYPE = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
-_MAY_OVERFLOW = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -55,15 +55,11 @@ def parse_json(body: bytes) -> Any:
     """
     try:
         value = from_json(body, allow_inf_nan=False)
-        # The parser turns 1e999 into an infinity; the second look is only worth its time when one is possible.
-        if _MAY_OVERFLOW.search(body):
-            json.dumps(value, allow_nan=False)
     except ValueError as error:
-        where = re.search(r"at line \d+ column \d+$", str(error))
-        reason = str(error) if where else "a number is too large"
-        raise InvalidJson(f"the body is not valid JSON: {reason}") from None
-    # The first parser keeps the last of two values without a word; the second one sees all pairs.
-    json.loads(body, object_pairs_hook=_refuse_twins)
+        raise InvalidJson(f"the body is not valid JSON: {error}") from None
+    # The first parser keeps the last of two values without a word, and turns 1e999 into an infinity; the second one
+    # sees all pairs and numbers. Neither holds the interpreter for long: 50 ms together for 20 MB.
+    json.loads(body, object_pairs_hook=_refuse_twins, parse_float=_refuse_overflow)
     return value
 
 
@@ -73,3 +69,8 @@ def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
         if name in seen:
             raise InvalidJson(f"the body names `{clip(name)}` twice in one object")
         seen.add(name)
+
+
+def _refuse_overflow(digits: str) -> None:
+    if math.isinf(float(digits)):
+        raise InvalidJson("the body is not valid JSON: a number is too large")
