@@ -6,6 +6,7 @@ import io
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,14 @@ def test_the_card_shows_every_fact_that_people_need(loaded: Loaded) -> None:
     assert [label for label in labels if f"{label} " not in text] == []
     assert f"{loaded.plan.pool_tokens:,} tokens reserved" in text
     assert "serving on" not in text
+
+
+def test_what_the_plan_had_to_lower_is_on_the_card(loaded: Loaded) -> None:
+    """More slots than memory carries at full context, and nobody is told."""
+    note = "16 slots exceed the 2.0 full conversations"
+    short = replace(loaded, plan=replace(loaded.plan, notes=(note,)))
+    assert note in printed(short, 200)
+    assert card.facts(short)["notes"] == [note]
 
 
 @pytest.mark.parametrize("width", [80, 200])

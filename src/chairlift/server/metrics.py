@@ -79,9 +79,7 @@ class Metrics(Observer):
         self._success = self._counters("request_success", "Answered requests.", "finished_reason", answered)
         self._cancelled = self._counters("requests_cancelled", "Requests whose client left.", "phase", PHASES)
         self._failed = self._counter("requests_failed", "Requests that an error ended.")
-        self._failed_steps = self._counter(
-            "steps_failed", "Steps that failed and were tried again without the culprit."
-        )
+        self._failed_steps = self._counter("steps_failed", "Steps that failed; their requests were tried one by one.")
         self._stalls = self._counter("stalls", "Times that there was work and no step ended for too long.")
         self._refused = Counter(
             PREFIX + "requests_refused",
