@@ -252,8 +252,9 @@ def test_a_stream_that_waits_hears_where_it_stands(monkeypatch: pytest.MonkeyPat
             assert (second.status, third.status) == (200, 200)
             assert (set(positions(second)), set(positions(third))) == ({1}, {2})
             second.disconnect()
-            gate.open()
+            await until(lambda: app.state.service._dispatch.num_open == 2)
             gate.close_at = lambda step: len(step.tokens) > 1  # the prompt of the third
+            gate.open()
             await until(lambda: gate.close_at is None)
             await until(lambda: any("third" in id and place is None for id, place in looks))
             num_told = len(positions(third))
