@@ -178,13 +178,27 @@ def environ_file() -> dict[str, str]:
 
 def test_settings_in_deploy_are_settings() -> None:
     """A variable that was renamed: the service does not start on the machine of somebody who did all by the book."""
-    assert config.load(environ=environ_file()).api_key
+    assert config.load(environ=environ_file()).model
+    assert re.search(r"^Environment=CHAIRLIFT_API_KEY_FILE=%d/keys$", UNIT.read_text(), re.MULTILINE)
+    for variable in re.findall(r"^Environment=(CHAIRLIFT_\w+)=", UNIT.read_text(), re.MULTILINE):
+        config.load(environ={variable: "/somewhere"})
     compose = loaded_yaml(DEPLOY / "docker/compose.yaml")["services"]["chairlift"]["environment"]
     dockerfile = dict(re.findall(r"(CHAIRLIFT_\w+)=(\S+)", (DEPLOY / "docker/Dockerfile").read_text().split("FROM")[2]))
     pod = {entry["name"]: entry.get("value", "x") for entry in container()["env"]}
     for variables in (compose | dockerfile, pod | dockerfile):
         values = {k: re.sub(r"\$\{\w+:[-?]([^}]*)\}", r"\1", v).replace(" ", "-") for k, v in variables.items()}
         config.load(environ=values).require_safe_host()
+
+
+def test_nobody_serves_with_the_key_of_an_example(tmp_path: Path) -> None:
+    """A key that everybody can read in this repository, and that opens the server of whoever forgot to change it."""
+    example = tmp_path / "keys"
+    example.write_text((DEPLOY / "systemd/keys").read_text())
+    example.chmod(0o600)
+    with pytest.raises(chairlift.ChairliftError, match="holds no key"):
+        config.load(environ={"CHAIRLIFT_API_KEY_FILE": str(example)}).keyring()
+    example.write_text(example.read_text() + "anna 0123456789abcdef\n")
+    assert config.load(environ={"CHAIRLIFT_API_KEY_FILE": str(example)}).keyring()
 
 
 def test_a_user_without_a_home_can_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def example(loaded: Loaded, url: str) -> str:
         endpoint = "chat/completions"
         body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
     parts = [f"curl {url}/v1/{endpoint}"]
-    if loaded.config.api_key:
+    if loaded.config.api_key or loaded.config.api_key_file:
         parts.append('-H "Authorization: Bearer $API_KEY"')
     parts.append("-H 'Content-Type: application/json'")
     text = json.dumps(body, ensure_ascii=False).replace(', "messages"', ',\n  "messages"')
