@@ -95,6 +95,13 @@ def test_refusals_come_before_the_headers_and_say_where(
     assert len(call.body) < 600
 
 
+def test_a_prompt_too_long_is_said_in_words_that_clients_know(server: Scripted) -> None:
+    """Fault: litellm and langchain tell this error by its words, and fall back to a larger model only if they do."""
+    error = assert_error(server.call(CHAT, user("x" * 600)), 400, "context_length_exceeded")
+    assert "prompt is too long" in error["message"]
+    assert (error["num_prompt_tokens"], error["limit"]) == (618, 512)
+
+
 def test_a_template_refuses_in_its_own_words() -> None:
     """Fault (CASES D15): a 500, or a 200 whose stream says it, when the template does not take the messages."""
     template = "{% if messages|length % 2 == 0 %}{{ raise_exception('roles must alternate') }}{% endif %}x"

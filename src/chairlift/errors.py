@@ -82,13 +82,17 @@ class RequestError(ChairliftError):
 
 
 class ContextLengthExceeded(RequestError):
-    """A prompt that can never fit, with both numbers."""
+    """A prompt that can never fit, with both numbers.
+
+    Client libraries know this error by the words "prompt is too long", whatever its code.
+    """
 
     code = "context_length_exceeded"
 
     def __init__(self, num_prompt_tokens: int, limit: int, *, what: str = "the context length") -> None:
         super().__init__(
-            f"the prompt has {num_prompt_tokens} tokens; {what} is {limit} and one token must be left for the answer",
+            f"the prompt is too long: it has {num_prompt_tokens} tokens, {what} is {limit},"
+            " and one token must be left for the answer",
             param="prompt",
             hint="shorten the prompt, or start the server with a larger --max-model-len",
         )
