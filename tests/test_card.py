@@ -74,6 +74,12 @@ def test_the_curl_command_survives_the_terminal(loaded: Loaded, width: int) -> N
     assert body["messages"][0]["content"] == "What is the capital of France?"
 
 
+def test_the_curl_command_sends_a_key_where_one_is_needed(loaded: Loaded) -> None:
+    """An example that is refused, for whoever keeps keys in a file."""
+    for config, is_needed in ((Config(), False), (Config(api_key_file=Path("keys")), True)):
+        assert ("Authorization" in printed(replace(loaded, config=config), 200, "http://x")) == is_needed
+
+
 def test_no_key_is_shown(loaded: Loaded) -> None:
     """The API key printed where a screen is shared or a log is kept."""
     assert "open-sesame" not in printed(loaded, 80, "http://127.0.0.1:8000") + json.dumps(card.facts(loaded))
