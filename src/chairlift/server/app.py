@@ -29,6 +29,7 @@ from chairlift.config import Config, notify_socket
 from chairlift.errors import ChairliftError, ConfigError, EngineError
 from chairlift.keys import Keyring
 from chairlift.server import arrivals, health, log, openai, queue
+from chairlift.server.http import Protocol
 from chairlift.server.middleware import Auth, Errors, RequestId
 from chairlift.server.notify import Manager
 from chairlift.server.openapi import openapi
@@ -190,7 +191,7 @@ def _uvicorn_config(app: Starlette) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=Protocol,
         ws="none",
         lifespan="on",
         access_log=False,

@@ -27,6 +27,22 @@ MAX_MESSAGE_CHARS = 1000
 MAX_NAME_CHARS = 100
 
 
+class InvalidHttp(RequestError):
+    """Bytes that are no request."""
+
+    code = "invalid_http"
+
+
+class HeadTooLarge(RequestError):
+    """431: the request line and the headers exceed the limit."""
+
+    code = "headers_too_large"
+    http_status = 431
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the request line and the headers exceed {limit_bytes} bytes")
+
+
 class InvalidJson(RequestError):
     """A body that is not JSON."""
 
