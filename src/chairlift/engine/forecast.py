@@ -1,15 +1,17 @@
 """How long those in line will wait, from the measured speed of those that run.
 
     left      of a request  = tokens to compute * seconds per prompt token + tokens to say * seconds per token
-    to say                  = min(mean length of answers, what `max_tokens` leaves)
+    to say                  = m * (1 - exp(-what `max_tokens` leaves / m)),  m = tokens said / answers that ended early
     wait      of the k-th   = the k-th start, when slots go, as they become free, to whose turn it is
 
 Seconds per token is the mean gap between two tokens of one request; seconds per prompt token is the mean time from
 first step to first token, over the prompt's length: both hold what sharing steps costs, and the second what hits save.
 The length of an answer is taken for memoryless: what a request has said tells nothing about how much is still to come.
+Those that ran into their limit did not end: they only tell that `m`, the mean without any limit, is longer (the maximum
+likelihood of an exponential from censored data: Kalbfleisch and Prentice, The Statistical Analysis of Failure Times).
 
 Before the first answer the warm-up's own tokens and the step-time predictor, which it has taught, stand in for both,
-and 256 tokens for the length. Pure; owns the averages and the arithmetic, not the line.
+and 256 tokens for `m`. Pure; owns the averages and the arithmetic, not the line.
 """
 
 from __future__ import annotations
@@ -18,16 +20,19 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import expm1
 from typing import TypeVar
 
 from chairlift.engine.budget import Predictor
 from chairlift.engine.line import Line
-from chairlift.engine.request import Request
+from chairlift.engine.request import FinishReason, Request
 
 T = TypeVar("T")
 
 _ANSWER_TOKENS = 256
-"""Length of an answer before any was seen."""
+"""Length of an answer before any was seen; counts as one answer."""
+_LEAST_SHARE = 1e-6
+"""Of answers that end before their limit: when none does, they are as long as they may be."""
 _MAX_SIMULATED = 500
 """Starts that are worked out one by one; those beyond are taken to follow at the same pace."""
 
@@ -54,7 +59,8 @@ class Speed:
         self._predictor = predictor
         self._num_slots = num_slots
         self._max_step_tokens = max_step_tokens
-        self._answer_tokens = Mean(20, prior=_ANSWER_TOKENS)
+        self._said = Mean(20, prior=_ANSWER_TOKENS)  # tokens of an answer
+        self._ended_early = Mean(20, prior=1.0)  # 1 for an answer that ended before its limit
         self._gap_s = Mean(1000)
         self._prompt_tokens = Mean(20)
         self._prefill_s = Mean(20)
@@ -71,7 +77,8 @@ class Speed:
     def saw_end(self, request: Request) -> None:
         """It has ended, however it ended; one that was never started tells nothing."""
         if request.output:
-            self._answer_tokens.add(len(request.output))
+            self._said.add(len(request.output))
+            self._ended_early.add(request.finish_reason is not FinishReason.LENGTH)
 
     @property
     def token_s(self) -> float:
@@ -92,13 +99,13 @@ class Speed:
 
     @property
     def _mean_context(self) -> int:
-        return round(self._prompt_tokens.value + self._answer_tokens.value / 2)
+        return round(self._prompt_tokens.value + self._said.value / 2)
 
     def left_s(self, request: Request) -> float:
         """Seconds until it ends, from when it has a slot."""
-        to_say = self._answer_tokens.value
+        to_say = self._said.value / max(self._ended_early.value, _LEAST_SHARE)
         if request.params.max_tokens is not None:
-            to_say = min(to_say, request.params.max_tokens - len(request.output))
+            to_say *= -expm1((len(request.output) - request.params.max_tokens) / to_say)
         to_compute = max(0, request.num_uncomputed - 1)
         return to_compute * self.prompt_token_s + to_say * self.token_s
 
