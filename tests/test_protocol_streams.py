@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chairlift.server.sse import Pace
 from scripted import EOS, Scripted, logprob_of
-from served import CHAT, TEXT, shape
+from served import CHAT, TEXT, Call, Gate, fake_app, run, serving, shape, until
 from stream_cases import CASES, NAMES, path_of, recorded
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -61,10 +63,34 @@ def test_the_order_of_chunks(name: str) -> None:
     assert len({(e["id"], e["created"], e["model"]) for e in events if "error" not in e}) <= 1
 
 
-def test_pings_do_not_come_before_their_time(server: Scripted) -> None:
-    """Fault: a stream that begins with a ping, since nothing was sent since the epoch."""
-    server.say([*b"Hi", EOS])
-    assert b"ping" not in server.call(TEXT, {"prompt": "a", "stream": True}).body
+def test_pings_do_not_come_before_their_time() -> None:
+    """Fault: the first ping is due at once, since nothing was sent since the epoch."""
+
+    async def test() -> None:
+        gate, looks = Gate(), 0
+        app = fake_app(gate, pace=Pace(queue_s=0.001, ping_s=1000))
+        async with serving(app):
+            board = app.state.service.serving.board
+            comment = board.comment
+
+            def counted(requests: Any) -> bytes | None:
+                nonlocal looks
+                said: bytes | None = comment(requests)
+                looks += said is None
+                return said
+
+            board.comment = counted
+            gate.close()
+            call = Call(app, TEXT, {"prompt": "a", "stream": True})
+            await gate.entered()
+            await until(lambda: looks > 0)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            gate.open()
+            await call.done()
+            assert b"ping" not in call.body
+
+    run(test())
 
 
 # -- in pieces and in one piece ---------------------------------------------------------------------------------------
@@ -178,10 +204,10 @@ def test_nothing_is_held_back_without_need(stop: str | None) -> None:
 def test_offsets_lead_to_the_tokens_text(prompt: Any, text: str) -> None:
     """Fault: control tokens of an echoed prompt, or half a character at its end, shift all offsets after them."""
     with Scripted(add_bos=True) as server:
-        server.say([0xA9, *b"xy", EOS])
+        server.say([*b"xy\xa9", EOS])
         body = {"prompt": prompt, "echo": True, "logprobs": 0}
         (choice,) = server.whole(TEXT, body)["choices"]
-        assert choice["text"] == text + "\ufffdxy"
+        assert choice["text"] == text + "xy\ufffd"
         logprobs = choice["logprobs"]
         assert logprobs["text_offset"][-4:] == [len(text) + i for i in (0, 1, 2, 3)]
         for token, offset in zip(logprobs["tokens"][:-4], logprobs["text_offset"], strict=False):
