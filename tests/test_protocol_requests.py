@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from chairlift.config import Config
 from chairlift.errors import RequestError
 from chairlift.server.prepare import Preparer
-from chairlift.server.schema import MAX_NAMED, ChatRequest, CompletionRequest, field_table, markdown
+from chairlift.server.schema import MAX_NAMED, MAX_PROMPTS, ChatRequest, CompletionRequest, field_table, markdown
 from scripted import EOS, Scripted
 from served import CHAT, TEXT, assert_error, fake_loaded
 
@@ -158,6 +158,13 @@ def test_a_hundred_thousand_wrong_values_make_one_error() -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate(body)
     assert caught.value.error_count() == 1
+
+
+def test_prompts_are_counted_before_they_are_read(server: Scripted) -> None:
+    """Fault: hundreds of thousands of prompts are checked one by one, only to be too many for any server."""
+    for prompt in (["a"] * (MAX_PROMPTS + 1), [[1]] * (MAX_PROMPTS + 1)):
+        error = assert_error(server.call(TEXT, {"prompt": prompt}), 400, "invalid_request")
+        assert str(MAX_PROMPTS) in error["message"]
 
 
 def test_many_names_in_one_object_are_read_in_linear_time() -> None:

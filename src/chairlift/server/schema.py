@@ -30,6 +30,8 @@ MAX_STOP_CHARS = 1000
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_PROMPTS = 1024
+"""Most prompts in one request, whatever the server could hold: a bound on the time that reading them takes."""
 MAX_NAMED = 32
 """Most unknown fields that warnings name."""
 DEFAULT_COMPLETION_TOKENS = 16
@@ -38,9 +40,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 # One error is enough: a million token ids that are no strings must not become a million errors.
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
-Strings = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+Strings = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
-ListsOfTokenIds = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+ListsOfTokenIds = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
 # What is in a message is checked in chat.py, which can say where in the list it is wrong.
 _TEXT_PART = {
@@ -248,7 +250,7 @@ class CompletionRequest(_CompletionExtensions, _Common):
     """POST /v1/completions."""
 
     prompt: str | Strings | TokenIds | ListsOfTokenIds = honoured(
-        "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty", ...
+        f"a string, a list of token ids, or a list of at most {MAX_PROMPTS} of either; no list may be empty", ...
     )
     max_tokens: int | None = honoured(
         f"a whole number from 1, or 0 with `echo`; without it {DEFAULT_COMPLETION_TOKENS}",
