@@ -172,6 +172,18 @@ def test_the_scheduler_keeps_to_turns_and_limits(
         assert order == list(expected)
 
 
+def test_a_limit_holds_within_one_step() -> None:
+    """Fault: those that start together are not counted against each other."""
+    sim = Sim(replace(LIMITS, max_num_seqs=4, max_running_per_key=2))
+    requests = [make_request(f"r{i}", letters(i, 5)) for i in range(4)]
+    for request, key in zip(requests, ("alice", "alice", "alice", "bob"), strict=True):
+        request.key_name = key
+    sim.add(*requests)
+    sim.schedule()
+    assert sim.scheduler.members == [requests[0], requests[3], requests[1]]
+    assert (sim.scheduler.num_waiting, sim.scheduler.memory_blocked) == (1, False)
+
+
 def test_who_resumes_comes_before_anybody_in_line() -> None:
     """Fault: the youngest of a busy key is preempted, and then waits for the turns of others."""
     sim = Sim(replace(LIMITS, max_num_seqs=2, max_running_per_key=2), num_blocks=8)

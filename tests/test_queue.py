@@ -163,6 +163,20 @@ def test_preempted_requests_take_nobodys_place_in_line() -> None:
         r.finish(old, young, waiting)
 
 
+def test_a_slot_without_memory_is_no_slot() -> None:
+    """Fault: with a full pool, --max-queue lets in one more for every slot that nobody can have; no wait is told."""
+    with rig(num_blocks=8, max_model_len=128, max_num_seqs=4, max_queue=1) as r:
+        big, waiting = named("a", num_prompt=100, max_tokens=20), named("b", num_prompt=40)
+        r.hold(lambda: len(big.output) == 2)
+        r.engine.submit([big, waiting])
+        r.wait_held()
+        error = refusal(r.engine, named("x"))
+        assert (error.num_waiting, error.num_running) == (1, 1)
+        assert r.engine.queue().places[0].expected_wait_s > STEP_S
+        r.go_on.set()
+        r.finish(big, waiting)
+
+
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
