@@ -16,7 +16,8 @@ TEXT = "/v1/completions"
 TEXTS = (Path(__file__).parent / "fixtures" / "english.txt").read_text(encoding="utf-8")
 SHARED = TEXTS[1200:1500]
 """Where the prompts with a secret begin: the same blocks of KV for all of them."""
-BODY_LIMIT = 100_000
+HUGE_BYTES = 20_000_000
+BODY_LIMIT = 30_000_000
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ def secret_case(secret: str) -> Case:
     parts = (SHARED, first) if int(secret, 16) % 2 else (first, SHARED)
     prompt = "\n".join((*parts, "I say it again: the secret word is"))
     return Case(TEXT, {"prompt": prompt, "temperature": 0, "max_tokens": 12})
+
+
+def huge_prompt() -> str:
+    """20 MB of words, within the limit of bodies and far beyond that of prompts."""
+    return TEXTS * (HUGE_BYTES // len(TEXTS))
 
 
 def answer_of(case: Case, replies: Sequence[Any]) -> Any:
@@ -169,7 +175,7 @@ MALFORMED: tuple[Malformed, ...] = (
     Malformed(404, b"", "/v1/models/none", "GET"),
     Malformed(405, b"", CHAT, "GET"),
     Malformed(405, b"", "/health", "DELETE"),
-    Malformed(413, b" " * (BODY_LIMIT + 1)),
+    Malformed(413, b"", headers=(("content-length", str(BODY_LIMIT + 1)),)),
     Malformed(413, b"", headers=(("content-length", "9" * 15),)),
     Malformed(415, _chat(), headers=(("content-type", "text/plain"),)),
     Malformed(415, _chat(), headers=(("content-type", ""),)),

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from starlette.applications import Starlette
 
 from conftest import TinyGGUF
 from process import serving as serving_process
-from served import CHAT, HELLO, TEXT, Call, fake_app, is_at_rest, run, serving, until
+from served import CHAT, HELLO, TEXT, Call, Gate, fake_app, is_at_rest, run, serving, until
 
 WORDS = (Path(__file__).parent / "fixtures" / "english.txt").read_text(encoding="utf-8").split()
 PROMPT_WORDS = 300
@@ -57,6 +58,55 @@ def test_nothing_is_kept_of_a_request() -> None:
             assert grown.total() < 60, grown.most_common(8)
             scheduler: Any = app.state.service.serving.engine._scheduler
             assert len(scheduler._pool.prefix) <= 40
+
+    run(test())
+
+
+WAYS_TO_END: dict[str, Any] = {
+    "whole": {"prompt": "a" * 60, "max_tokens": 3},
+    "choices": {"prompt": "a" * 60, "max_tokens": 3, "n": 3, "logprobs": 2, "seed": 1},
+    "streamed": {"prompt": "a" * 60, "max_tokens": 3, "stream": True},
+    "too long": {"prompt": "a b " * 200},
+    "far too long": {"prompt": "a b " * 50_000},
+    "no such model": {"prompt": "a", "model": "b"},
+    "no JSON": b"{",
+    "a name twice": b'{"prompt": "a", "prompt": "b"}',
+    "failed": {"prompt": "a" * 60, "max_tokens": 400},
+    "left": {"prompt": "a" * 60, "max_tokens": 400, "stream": True},
+    "left, whole": {"prompt": "a" * 60, "max_tokens": 400},
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_END)
+def test_no_request_leaves_a_cycle(way: str) -> None:
+    """Fault: an error holds a frame that holds the error, and both a body of 20 MB, until somebody looks for cycles."""
+
+    async def end_one(app: Starlette, gate: Gate) -> None:
+        call = Call(app, TEXT, WAYS_TO_END[way])
+        if way.startswith("left"):
+            await until(lambda: app.state.service._dispatch.num_open > 0)
+            call.disconnect()
+        if way == "failed":
+            await until(lambda: app.state.service._dispatch.num_open > 0)
+            gate.error = ValueError("broken kernel")
+        await call.done()
+        gate.error = None
+
+    async def test() -> None:
+        gate = Gate()
+        app = fake_app(gate)
+        async with serving(app):
+            await end_one(app, gate)
+            await until(lambda: is_at_rest(app))
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(5):
+                    await end_one(app, gate)
+                await until(lambda: is_at_rest(app))
+                assert gc.collect() < 5
+            finally:
+                gc.enable()
 
     run(test())
 

@@ -18,7 +18,7 @@ def test_a_short_storm_loses_nothing() -> None:
 
     Times are judged by scripts/soak on a machine of its own, not here.
     """
-    options = soak.parse_options(["--tiny", "--seconds", "6", "--cases", "20", "--p99-ms", "inf"])
+    options = soak.parse_options(["--tiny", "--seconds", "5", "--cases", "20", "--p99-ms", "inf"])
     report = soak.run(options)
     assert report["lost"] == []
     assert report["counted"]["num_preemptions"] > 0

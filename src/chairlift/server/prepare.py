@@ -178,9 +178,7 @@ class Preparer:
         tokenizer, limit = self.loaded.tokenizer, self.loaded.plan.max_model_len
         least = len(text) // (self.max_token_bytes * _SHRINK)
         if least >= limit:
-            error = _too_long(least, limit, param)
-            error.message = error.message.replace("has", "has at least", 1)
-            raise error
+            raise _too_long(least, limit, param, has="has at least")
         return tokenizer.encode(text, add_bos=add_bos and tokenizer.add_bos, parse_special=True)
 
     def _ids(self, ids: list[int]) -> list[int]:
@@ -195,8 +193,9 @@ def _several(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Any]
     return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
 
 
-def _too_long(num_tokens: int, limit: int, param: str) -> ContextLengthExceeded:
+def _too_long(num_tokens: int, limit: int, param: str, *, has: str = "has") -> ContextLengthExceeded:
     error = ContextLengthExceeded(num_tokens, limit)
+    error.message = error.message.replace("has", has, 1)
     error.param = param
     return error
 

@@ -276,7 +276,12 @@ async def until_gone(work: Coroutine[None, None, None], receive: Receive) -> Non
         await asyncio.gather(task, gone, return_exceptions=True)
     if not is_done:
         raise ClientGone
-    task.result()
+    try:
+        task.result()
+    finally:
+        # An error's traceback holds this frame. If the frame held the error, through its task, the two would keep
+        # each other and the request's body, until somebody looks for cycles.
+        del task
 
 
 async def _disconnected(receive: Receive) -> None:

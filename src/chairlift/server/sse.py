@@ -93,12 +93,14 @@ class _Writer:
         while True:
             place = self._place()
             if place is None:
-                patience = asyncio.timeout_at(self._last_s + self._pace.ping_s)
+                until_s = self._last_s + self._pace.ping_s
             else:
                 await self.write(place)
-                patience = asyncio.timeout(self._pace.queue_s)
+                until_s = asyncio.get_running_loop().time() + self._pace.queue_s
             try:
-                async with patience:
+                # In no variable: it knows its task, and the task of a client that left knows this frame. The two would
+                # keep each other and the whole request, until somebody looks for cycles.
+                async with asyncio.timeout_at(until_s):
                     return await listener.take()
             except TimeoutError:
                 await self.write(PING if place is None else b"")
