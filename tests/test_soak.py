@@ -10,6 +10,7 @@ import pytest
 import faults
 import soak
 from soak_cases import MALFORMED, TEXT, Case, Malformed, answer_of, parse_stream, secret_case, text_of
+from soak_clients import Asking, Refused, Tally
 from wire import Reply
 
 
@@ -37,9 +38,9 @@ def test_short_campaigns_of_faults_lose_nothing(monkeypatch: pytest.MonkeyPatch)
     assert soak.run_faults(options)["num_lost"] > 0
 
 
-def reckon(tally: soak.Tally) -> list[str]:
+def reckon(tally: Tally) -> list[str]:
     """What a look at the secrets alone finds."""
-    asyncio.run(soak.check_secrets(soak.Asking(1, tally), -1.0))
+    asyncio.run(soak.check_secrets(Asking(1, tally), -1.0))
     return tally.lost
 
 
@@ -47,7 +48,7 @@ def reckon(tally: soak.Tally) -> list[str]:
 def test_a_secret_in_the_wrong_answer_is_noticed(owner: str | None) -> None:
     """Fault: a search that finds nothing because it looks for nothing."""
     said: Any = [("so the word is xx00000000002 and", [], ["length"])]
-    tally = soak.Tally(secrets={"0000000001": None, "0000000002": None})
+    tally = Tally(secrets={"0000000001": None, "0000000002": None})
     if owner is None:
         tally.texts.append(text_of(said))
     else:
@@ -57,7 +58,7 @@ def test_a_secret_in_the_wrong_answer_is_noticed(owner: str | None) -> None:
 
 def test_an_own_secret_is_no_loss() -> None:
     """Fault: a soak that fails whenever the model does as it is told."""
-    tally = soak.Tally(secrets={"0000000001": [("0000000001", [], ["stop"])], "0000000002": None})
+    tally = Tally(secrets={"0000000001": [("0000000001", [], ["stop"])], "0000000002": None})
     assert reckon(tally) == []
 
 
@@ -96,9 +97,9 @@ def test_a_broken_stream_is_no_answer(body: bytes) -> None:
 
 def test_an_unintended_refusal_is_noticed() -> None:
     """Fault: every 503 waved through."""
-    asking = soak.Asking(1, soak.Tally())
+    asking = Asking(1, Tally())
     good = Reply(503, {"retry-after": "3"}, b'{"error": {"code": "queue_full"}}')
-    with pytest.raises(soak.Refused):
+    with pytest.raises(Refused):
         asking._take_refusal(good, 0.0)
     for headers, code in (({"retry-after": "3"}, "loading"), ({"retry-after": "0"}, "queue_full")):
         with pytest.raises(ValueError, match="not intended"):
