@@ -232,9 +232,10 @@ def test_unknown_variables_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch
     assert "CHAIRLIFT_PORT" in err
 
 
-def test_interrupt_is_clean(tiny: str) -> None:
+def test_interrupt_is_clean(tiny_gguf: TinyGGUF) -> None:
     """Ctrl-C answered with a traceback, or not at all while tokens are being waited for."""
-    running = process("generate", "hello", "--raw", "--temperature", "9", model=tiny)
+    endless = str(tiny_gguf(context=8192))
+    running = process("generate", "hello", "--raw", "--temperature", "9", model=endless)
     assert running.stdout is not None
     running.stdout.read(1)  # it streams: the engine is at work
     running.send_signal(signal.SIGINT)

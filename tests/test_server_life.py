@@ -276,7 +276,8 @@ def test_signals_end_a_real_process(tiny_gguf: TinyGGUF) -> None:
         _wait_until_ready(url, process)
         endless = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", url + TEXT, json=endless, timeout=30) as stream:
-            next(stream.iter_raw())
+            pieces = stream.iter_raw()  # kept: httpx closes the stream with its iterator
+            next(pieces)
             process.send_signal(signal.SIGTERM)
             while httpx.get(url + "/health", timeout=5).json()["status"] != "draining":
                 time.sleep(0.01)
