@@ -264,9 +264,14 @@ class Engine:
             log.error("scheduling failed", exc_info=True)
             self._suspects.clear()
             outputs = self._scheduler.recover(EngineError(f"scheduling failed: {_name(error)}"))
-            self._send(outputs)
-            self._check()
-            return self._schedule()
+            try:
+                self._check()
+                return self._schedule()
+            except BaseException:
+                self._dead = True  # before the last answers go out: a drain that waits for them must see it
+                raise
+            finally:
+                self._send(outputs)
         self._has_recovered = False
         return step
 
