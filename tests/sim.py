@@ -16,7 +16,7 @@ from chairlift.engine.detok import Detokenizer
 from chairlift.engine.predictor import StepTime
 from chairlift.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
 from chairlift.engine.scheduler import Limits, Scheduler
-from chairlift.engine.step import Piece, Sampled, Step, StepResult
+from chairlift.engine.step import Piece, Sampled, Step, StepResult, Work
 from chairlift.engine.stops import StopMatcher
 
 VOCAB = [bytes([i]) for i in range(256)]
@@ -69,12 +69,17 @@ class Cost:
     base_s: float = 2e-3
     per_row_s: float = 5e-4
     per_kv_token_s: float = 2e-7
+    per_context_token_s: float = 6e-7
     per_logit_row_s: float = 1e-4
 
-    def predict(self, rows: int, kv_tokens: int, logit_rows: int) -> float:
+    def predict(self, work: Work) -> float:
         """Seconds of a step."""
-        features = (self.per_row_s * rows, self.per_kv_token_s * kv_tokens, self.per_logit_row_s * logit_rows)
-        return self.base_s + sum(features)
+        return self.bound(work)
+
+    def bound(self, work: Work) -> float:
+        """The same: nothing ever takes longer."""
+        attention_s = self.per_kv_token_s * work.kv_tokens + self.per_context_token_s * work.context_tokens
+        return self.base_s + self.per_row_s * work.rows + attention_s + self.per_logit_row_s * work.logit_rows
 
 
 class FakeRunner:
@@ -121,6 +126,7 @@ class Sim:
     block_size: int = 16
     cost: Cost = field(default_factory=Cost)
     predictor: StepTime | None = None  # None: perfect
+    slowness: Callable[[float], float] = lambda now_s: 1.0  # what a neighbour makes of a step's seconds
     now_s: float = 0.0
     steps: list[Step] = field(default_factory=list)
     texts: dict[Request, str] = field(default_factory=dict)
@@ -156,12 +162,11 @@ class Sim:
     def commit(self, step: Step) -> None:
         """Runs a scheduled step and takes in its result."""
         counts = [(p.request, len(p.request.output)) for p in step.pieces]
-        result = self.runner.run(step)
-        logit_rows = len(result.sampled) + sum(map(len, result.prompt_logprobs.values()))
-        seconds = self.cost.predict(step.num_rows, step.kv_tokens_read, logit_rows)
+        seconds = self.cost.predict(step.work) * self.slowness(self.now_s)
         self.now_s += seconds
         if self.predictor:
-            self.predictor.observe(step.num_rows, step.kv_tokens_read, logit_rows, seconds)
+            self.predictor.observe(step.work, seconds)
+        result = self.runner.run(step)
         self.deliver(self.scheduler.commit(step, result))
         self.scheduler.check()
         self.steps.append(step)

@@ -110,7 +110,7 @@ def test_a_campaign_sees_what_is_lost(caplog: pytest.LogCaptureFixture, monkeypa
     """Fault: a search that finds nothing because it looks at nothing."""
     caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr("chairlift.engine.blocks.BlockPool.withdraw", lambda pool, block: None)
-    assert any("other text" in loss for loss in campaign(1, 60, patience_s=5).lost)
+    assert any("other text" in loss for seed in range(1, 7) for loss in campaign(seed, 60, patience_s=5).lost)
 
 
 # -- the step ---------------------------------------------------------------------------------------------------------
@@ -268,10 +268,11 @@ def test_a_schedule_that_fails_ends_what_runs_and_the_engine_goes_on(
     """Fault: a bug in the scheduler kills the server though its books agree."""
     real = scheduling.Scheduler._share
 
-    def share(scheduler: Any, prompts: list[Request], *rest: Any) -> None:
-        real(scheduler, prompts, *rest)
+    def share(scheduler: Any, prompts: list[Request], *rest: Any) -> Any:
+        pieces = real(scheduler, prompts, *rest)
         if any(request.id == "bad" for request in prompts):
             raise RuntimeError("our bug")
+        return pieces
 
     monkeypatch.setattr(scheduling.Scheduler, "_share", share)
     running = fake_request("bad", range(40))

@@ -36,7 +36,11 @@ def test_a_mean_is_a_mean_and_then_forgets() -> None:
 
 
 def speed(num_slots: int = 2) -> Speed:
-    return Speed(Cost(base_s=0.01, per_row_s=0.005, per_kv_token_s=0.0, per_logit_row_s=0.0), num_slots, 100)
+    return Speed(
+        Cost(base_s=0.01, per_row_s=0.005, per_kv_token_s=0.0, per_context_token_s=0.0, per_logit_row_s=0.0),
+        num_slots,
+        100,
+    )
 
 
 def test_before_any_answer_the_predictor_stands_in() -> None:

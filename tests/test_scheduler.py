@@ -1,4 +1,4 @@
-"""Scheduling: gaps, shares, admission, and what a full pool costs whom. All on a virtual clock."""
+"""Scheduling: admission, and what a full pool costs whom. All on a virtual clock; how steps are shared: test_gap.py."""
 
 from __future__ import annotations
 
@@ -8,161 +8,9 @@ from dataclasses import replace
 import pytest
 
 from chairlift.engine.budget import Budget
-from chairlift.engine.predictor import StepTime
 from chairlift.engine.request import FinishReason, Request
-from chairlift.engine.step import Piece, Step
 from chairlift.errors import ContextLengthExceeded, EngineError, RequestError
-from sim import LIMITS, Cost, Sim, alone, letters, make_request, run_alone
-
-LONG = replace(LIMITS, max_model_len=10_000)
-
-
-def streaming(sim: Sim, *lengths: int) -> list[Request]:
-    """Requests that have begun to stream and go on for long."""
-    requests = [make_request(f"stream{i}", letters(i, n), max_tokens=900) for i, n in enumerate(lengths)]
-    sim.add(*requests)
-    sim.run_until(lambda: all(r.output for r in requests))
-    sim.steps.clear()
-    for request in requests:
-        sim.token_times_s[request] = [sim.now_s]
-    return requests
-
-
-def added_s(sim: Sim, pieces: list[Piece]) -> float:
-    """Seconds that some pieces add to a step."""
-    kv_tokens = Step(tuple(pieces), 0.0).kv_tokens_read
-    return sim.cost.predict(sum(p.num_tokens for p in pieces), kv_tokens, 0) - sim.cost.base_s
-
-
-# -- bounded gaps -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gap_s", [0.05, 0.1, 0.5])
-@pytest.mark.parametrize("contexts", [(20,), (3000,), (10, 2000, 3900)])
-def test_long_prompts_keep_the_gap_exactly(gap_s: float, contexts: tuple[int, ...]) -> None:
-    """Guards against streams that freeze while a long prompt arrives: no step is longer than asked."""
-    sim = Sim(replace(LONG, max_gap_s=gap_s))
-    streams = streaming(sim, *contexts)
-    prompts = [make_request(f"p{i}", letters(50 + i, n), max_tokens=2) for i, n in enumerate((8000, 300, 3000))]
-    sim.add(*prompts)
-    sim.run_until(lambda: all(p.is_finished for p in prompts))
-    for stream in streams:
-        assert max(sim.gaps_s(stream)) <= gap_s
-    full = [s for s in sim.steps if s.num_rows > len(streams) + 16]
-    assert all(s.predicted_s > 0.6 * gap_s for s in full[:-5]), "most of the gap should be used"
-
-
-def test_the_default_gap_is_a_tenth_of_a_second_or_twice_the_decodes() -> None:
-    """Guards against a default that starves prompts on a slow model, or one that ignores streams on a fast one."""
-    for cost, expected_s in [(Cost(), 0.1), (Cost(base_s=0.2), 2 * Cost(base_s=0.2).predict(1, 2050, 1))]:
-        sim = Sim(LONG, cost=cost)
-        streaming(sim, 2000)
-        prompt = make_request("p", letters(5, 6000), max_tokens=1)
-        sim.add(prompt)
-        sim.run_until(lambda prompt=prompt: prompt.is_finished)  # type: ignore[misc]
-        assert 0.8 * expected_s < max(s.predicted_s for s in sim.steps) < 1.02 * expected_s
-
-
-def test_with_nobody_streaming_a_step_is_bounded_too() -> None:
-    """Guards against a step of minutes that delays cancelling, admission and the watchdog."""
-    sim = Sim(replace(LONG, max_num_batched_tokens=8192))
-    sim.add(make_request("p", letters(1, 8000), max_tokens=1))
-    sim.run()
-    assert 0.4 < max(s.predicted_s for s in sim.steps) <= LIMITS.idle_step_s
-
-
-def test_prompts_get_on_when_decodes_alone_pass_the_gap() -> None:
-    """Guards against prompts that starve on a slow model: they get a block a step, and no more."""
-    sim = Sim(replace(LONG, max_gap_s=0.01), cost=Cost(base_s=0.05))
-    streaming(sim, 20, 30)
-    prompt = make_request("p", letters(5, 800), max_tokens=1)
-    sim.add(prompt)
-    assert sim.run_until(lambda: bool(prompt.output)) == 50
-    assert {s.num_rows for s in sim.steps} == {2 + 16}
-
-
-def test_a_learnt_predictor_keeps_the_gap_nearly() -> None:
-    """Guards against a control loop that is right on paper only: a wrong prior is corrected as it goes."""
-    sim = Sim(replace(LONG, max_gap_s=0.1), predictor=StepTime(), cost=Cost(4e-3, 1e-3, 4e-7, 2e-4))
-    streams = streaming(sim, 100, 1000)
-    prompts = [make_request(f"p{i}", letters(50 + i, 4000), max_tokens=2) for i in range(2)]
-    sim.add(*prompts)
-    sim.run_until(lambda: all(p.is_finished for p in prompts))
-    for stream in streams:
-        gaps = sorted(sim.gaps_s(stream))
-        assert gaps[int(0.99 * len(gaps))] <= 1.3 * 0.1
-
-
-# -- who gets what ----------------------------------------------------------------------------------------------------
-
-
-def test_every_decode_is_in_every_step() -> None:
-    """Guards against streams that skip a step for a prompt's sake."""
-    sim = Sim(replace(LONG, max_num_batched_tokens=24))
-    streams = streaming(sim, 20, 30, 40)
-    sim.add(*(make_request(f"p{i}", letters(50 + i, 500), max_tokens=2) for i in range(4)))
-    for _ in range(60):
-        step = sim.schedule()
-        assert step is not None
-        assert [p.request for p in step.pieces[:3]] == streams
-        assert all(p.num_tokens == 1 and p.samples for p in step.pieces[:3])
-        sim.commit(step)
-
-
-@pytest.mark.parametrize("num_streams", [0, 3])
-@pytest.mark.parametrize("batched_tokens", [16, 64, 2048])
-@pytest.mark.parametrize("num_long", [1, 4])
-def test_a_short_prompt_does_not_wait_for_long_ones(num_streams: int, batched_tokens: int, num_long: int) -> None:
-    """Guards against first come, first served: 50 tokens behind 8,000 start within a few steps."""
-    sim = Sim(replace(LONG, max_num_batched_tokens=batched_tokens, max_gap_s=0.1), num_blocks=4096)
-    streaming(sim, *([20] * num_streams))
-    sim.add(*(make_request(f"long{i}", letters(50 + i, 8000), max_tokens=1) for i in range(num_long)))
-    sim.step()
-    short = make_request("short", letters(90, 50), max_tokens=1)
-    sim.add(short)
-    least_share = max(1, min((batched_tokens - num_streams) // 2, 60))
-    assert sim.run_until(lambda: bool(short.output)) <= 2 + 50 // least_share
-
-
-@pytest.mark.parametrize("batched_tokens", [100, 4096])
-def test_a_long_prompt_does_not_starve_behind_short_ones(batched_tokens: int) -> None:
-    """Guards against shortest first without a limit: the oldest prompt gets half of the seconds, and of the rows."""
-    sim = Sim(replace(LONG, max_gap_s=0.1, max_num_batched_tokens=batched_tokens))
-    streaming(sim, 20)
-    long = make_request("long", letters(50, 3000), max_tokens=1)
-    sim.add(long)
-    shares = []
-    for i in range(1000):
-        if long.output:
-            break
-        sim.add(*(make_request(f"short{i}.{j}", letters(1000 + 2 * i + j, 150), max_tokens=1) for j in range(2)))
-        step = sim.schedule()
-        assert step is not None
-        prompts = [p for p in step.pieces if p.request.num_uncomputed > 1]
-        shares.append(added_s(sim, [p for p in prompts if p.request is long]) / added_s(sim, prompts))
-        sim.commit(step)
-    assert long.output
-    assert min(shares[:-1]) > 0.3, "half, less the rounding to whole blocks"
-    assert sum(r.id.startswith("short") for r in sim.finals) > 0.3 * len(shares)
-
-
-def test_chunks_end_on_a_blocks_edge_when_they_can() -> None:
-    """Guards against chunks that split blocks without need: only whole blocks can be shared."""
-    sim = Sim(replace(LONG, max_num_batched_tokens=100))
-    prompt = make_request("p", letters(5, 1000), max_tokens=1)
-    sim.add(prompt)
-    sim.run()
-    assert [p.stop for s in sim.steps for p in s.pieces] == [*range(96, 1000, 96), 1000]
-
-
-def test_a_budget_below_a_block_still_moves() -> None:
-    """Guards against a standstill when a step carries fewer tokens than a block."""
-    sim = Sim(replace(LIMITS, max_num_batched_tokens=5, max_num_seqs=8))
-    requests = [make_request(f"r{i}", letters(i, 40), max_tokens=10) for i in range(7)]
-    sim.add(*requests)
-    sim.run()
-    assert all(tuple(r.output) == alone(r, 10) for r in requests)
-
+from sim import LIMITS, Sim, alone, letters, make_request, run_alone
 
 # -- admission --------------------------------------------------------------------------------------------------------
 
@@ -393,7 +241,7 @@ def test_recover_ends_what_runs_and_keeps_the_books(monkeypatch: pytest.MonkeyPa
     running, waiting = (make_request(f"r{i}", (*letters(1, 64), 97 + i), max_tokens=5) for i in range(2))
     sim.add(running, waiting)
 
-    def fail(_: object, budget: Budget, __: object) -> None:
+    def fail(_: object, budget: Budget) -> None:
         sim.scheduler._give(running, 60, budget)
         raise RuntimeError("our bug")
 

@@ -150,34 +150,3 @@ def test_preemptions_are_bounded_and_never_hit_the_oldest(limits: Limits, num_bl
         sim.commit(step)
     for i, request in enumerate(by_age):
         assert request.num_preemptions <= sum(1 + len(r.output) // 16 for r in by_age[: i + 1])
-
-
-@given(limits=tight_limits(), data=st.data())
-@settings(max_examples=60, deadline=None)
-def test_a_step_keeps_the_gap_whenever_it_can(limits: Limits, data: st.DataObject) -> None:
-    """Guards against a gap kept in examples only: decodes and a block of the costliest prompt are the one excuse."""
-    gap_s = data.draw(st.sampled_from([0.01, 0.02, 0.05]))
-    sim = Sim(replace(limits, max_gap_s=gap_s, batching="continuous"), num_blocks=150)
-    for i in range(data.draw(st.integers(2, 6))):
-        sim.add(data.draw(some_request(f"r{i}", 1500)))
-    while sim.scheduler.has_work:
-        before = len(sim.finals)
-        step = sim.schedule()
-        assert step is not None
-        prompts = [p for p in step.pieces if p.request.num_uncomputed > 1]
-        is_streamed = any(p.request.output for p in step.pieces)
-        if is_streamed and sum(p.num_tokens for p in prompts) > sim.block_size:
-            assert step.predicted_s <= max(gap_s, least_s(sim, step))
-        sim.commit(step)
-        assert len(sim.finals) >= before
-
-
-def least_s(sim: Sim, step: Step) -> float:
-    """Decodes and a block of the prompt that costs most: what a step may take however short the gap."""
-    decodes = [p for p in step.pieces if p.request.num_uncomputed == 1]
-    prompts = [p for p in step.pieces if p.request.num_uncomputed > 1]
-    num_decodes, kv_tokens = len(decodes), sum(p.stop for p in decodes)
-    size = sim.block_size
-    return max(
-        sim.cost.predict(num_decodes + size, kv_tokens + size * (p.start + size), num_decodes + size) for p in prompts
-    )

@@ -341,8 +341,7 @@ class Engine:
     def _timed_run(self, step: Step) -> StepResult:
         start_s = self._clock()
         result = self._runner.run(step)
-        logit_rows = len(result.sampled) + sum(map(len, result.prompt_logprobs.values()))
-        self._predictor.observe(step.num_rows, step.kv_tokens_read, logit_rows, self._clock() - start_s)
+        self._predictor.observe(step.work, self._clock() - start_s)
         return result
 
     def _note_scheduled(self, step: Step, now_s: float) -> None:

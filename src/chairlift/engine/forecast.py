@@ -26,6 +26,7 @@ from typing import TypeVar
 from chairlift.engine.budget import Predictor
 from chairlift.engine.line import Line
 from chairlift.engine.request import FinishReason, Request
+from chairlift.engine.step import Work
 
 T = TypeVar("T")
 
@@ -87,7 +88,8 @@ class Speed:
         What was measured with fewer is too little: it counts at least the step that every slot needs for one token.
         """
         slots = self._num_slots
-        return max(self._gap_s.value, self._predictor.predict(slots, slots * self._mean_context, slots))
+        context_tokens = slots * self._mean_context
+        return max(self._gap_s.value, self._predictor.predict(Work(slots, context_tokens, context_tokens, slots)))
 
     @property
     def prompt_token_s(self) -> float:
@@ -95,7 +97,7 @@ class Speed:
         if self._prompt_tokens.num:
             return self._prefill_s.value / self._prompt_tokens.value
         rows = self._max_step_tokens
-        return self._predictor.predict(rows, rows * rows // 2, 1) / rows
+        return self._predictor.predict(Work(rows, rows * rows // 2, rows, 1)) / rows
 
     @property
     def _mean_context(self) -> int:

@@ -1,19 +1,26 @@
 """How long a step will take, learnt from the steps that ran.
 
-    seconds = base + per_row * rows + per_kv_token * kv_tokens_read + per_logit_row * logit_rows
+    prediction = base + per_row * rows + per_kv_token * kv_tokens + per_context_token * context_tokens
+                 + per_logit_row * logit_rows
+    bound      = margin * prediction
 
-A Kalman filter whose state are the four coefficients (recursive least squares that forgets: Haykin, Adaptive Filter
-Theory, chapters 10 and 14). Between two steps each coefficient may drift a little, and all of them together a little
-more, as when a neighbour takes the core: so a slow-down seen in decodes alone is expected of prompts too, and what has
-not been seen for long is kept rather than forgotten. No coefficient is ever negative: predictions grow with every
-feature.
+The prediction comes from a Kalman filter whose state are the five coefficients (recursive least squares that forgets:
+Haykin, Adaptive Filter Theory, chapters 10 and 14). Between two steps each coefficient may drift a little, and all of
+them together a little more, as when a neighbour takes the core: so a slow-down seen in decodes alone is expected of
+prompts too, and what has not been seen for long is kept rather than forgotten. No coefficient is ever negative:
+predictions grow with every part of the work.
 
-Pure arithmetic on floats, about 10 us an observation; knows neither steps nor clocks.
+The margin is 1 where steps take about what they usually take. Where many take far longer it grows, until only one in
+two hundred passes 1.3 times its bound: a quantile found by unequal steps up and down (Robbins and Monro, 1951).
+
+Pure arithmetic on floats, about 15 us an observation; knows no clock.
 """
 
 from __future__ import annotations
 
 from math import sqrt
+
+from chairlift.engine.step import Work
 
 _NOISE = 0.1  # one standard deviation of a measured step, as a share of its prediction
 _DRIFT_EACH = 0.002  # of one coefficient, per step
@@ -24,58 +31,91 @@ _MAX_UNSURE = 4.0  # of one coefficient, as a share of itself: bounds what drift
 _MAX_SURPRISE = 3.0  # in standard deviations: what lies beyond counts no more, so that one hiccup teaches little
 _SMALLEST = 1e-3  # of its prior: a coefficient that was driven to zero can still drift away from it
 
+_LATE = 1.3  # times its bound: a step that takes longer is late
+_LATE_SHARE = 1 / 200  # of all steps that may be
+_MARGIN_UP = 1.1  # what one late step makes of the margin
+_MARGIN_DOWN = _MARGIN_UP ** (-_LATE_SHARE / (1.0 - _LATE_SHARE))  # what any other does
+_MAX_MARGIN = 2.0
+
 
 class StepTime:
-    """Predicts seconds; all coefficients in seconds per unit of their feature."""
+    """Predicts seconds; all coefficients in seconds per unit of their part of the work."""
 
     def __init__(
         self,
         *,
-        base_s: float = 2.5e-3,
-        per_row_s: float = 4e-4,
-        per_kv_token_s: float = 3e-7,
-        per_logit_row_s: float = 1e-4,
+        base_s: float = 3.7e-3,
+        per_row_s: float = 4.3e-4,
+        per_kv_token_s: float = 3.6e-7,
+        per_context_token_s: float = 1.1e-6,
+        per_logit_row_s: float = 3e-4,
     ) -> None:
         """The prior, all above zero: what is believed before the first step. Defaults: a 135M model on two cores."""
-        self._prior = (base_s, per_row_s, per_kv_token_s, per_logit_row_s)
+        self._prior = (base_s, per_row_s, per_kv_token_s, per_context_token_s, per_logit_row_s)
         if min(self._prior) <= 0.0:
             raise ValueError(f"every coefficient of the prior must be above zero: {self._prior}")
         self._weights = list(self._prior)
         self._cov = [[_UNSURE_ALL**2 * v * w for w in self._prior] for v in self._prior]
         for i, w in enumerate(self._prior):
             self._cov[i][i] += (_UNSURE_EACH * w) ** 2
+        self._margin = 1.0
 
     @property
-    def coefficients(self) -> tuple[float, float, float, float]:
-        """base_s, per_row_s, per_kv_token_s, per_logit_row_s as believed now."""
-        base, per_row, per_kv_token, per_logit_row = self._weights
-        return base, per_row, per_kv_token, per_logit_row
+    def coefficients(self) -> tuple[float, ...]:
+        """base_s, per_row_s, per_kv_token_s, per_context_token_s, per_logit_row_s as believed now."""
+        return tuple(self._weights)
 
-    def predict(self, rows: int, kv_tokens: int, logit_rows: int) -> float:
-        """Seconds that a step of `rows` tokens takes when they read `kv_tokens` cached tokens in all."""
-        base, per_row, per_kv_token, per_logit_row = self._weights
-        return base + per_row * rows + per_kv_token * kv_tokens + per_logit_row * logit_rows
+    @property
+    def margin(self) -> float:
+        """What the bound is as a multiple of the prediction; at least 1."""
+        return self._margin
 
-    def observe(self, rows: int, kv_tokens: int, logit_rows: int, seconds: float) -> None:
+    def predict(self, work: Work) -> float:
+        """Seconds that such a step usually takes."""
+        return self._predict(_features(work))
+
+    def bound(self, work: Work) -> float:
+        """Seconds that hardly any such step passes by much: with the margin that this machine needs now."""
+        return self._margin * self.predict(work)
+
+    def observe(self, work: Work, seconds: float) -> None:
         """Learns from one step that took `seconds`."""
+        x = _features(work)
+        predicted_s = self._predict(x)
+        self._watch(is_late=seconds > _LATE * self._margin * predicted_s)
+        self._learn(x, predicted_s, seconds)
+
+    def _predict(self, x: tuple[float, ...]) -> float:
+        return sum(w * v for w, v in zip(self._weights, x, strict=True))
+
+    def _watch(self, *, is_late: bool) -> None:
+        """Moves the margin by whether a step was late."""
+        factor = _MARGIN_UP if is_late else _MARGIN_DOWN
+        self._margin = min(_MAX_MARGIN, max(1.0, factor * self._margin))
+
+    def _learn(self, x: tuple[float, ...], predicted_s: float, seconds: float) -> None:
+        """The Kalman filter's two halves: a step has passed, and a measurement came in."""
         self._drift()
-        x = (1.0, float(rows), float(kv_tokens), float(logit_rows))
-        expected = self.predict(rows, kv_tokens, logit_rows)
         cov_x = [sum(c * v for c, v in zip(row, x, strict=True)) for row in self._cov]
-        variance = sum(v * c for v, c in zip(x, cov_x, strict=True)) + (_NOISE * expected) ** 2
+        variance = sum(v * c for v, c in zip(x, cov_x, strict=True)) + (_NOISE * predicted_s) ** 2
         most = _MAX_SURPRISE * sqrt(variance)
-        error = max(-most, min(most, seconds - expected))
+        error = max(-most, min(most, seconds - predicted_s))
         self._weights = [max(0.0, w + c * error / variance) for w, c in zip(self._weights, cov_x, strict=True)]
         for row, c in zip(self._cov, cov_x, strict=True):
             gain = c / variance
-            for j in range(4):
-                row[j] -= gain * cov_x[j]
+            for j, other in enumerate(cov_x):
+                row[j] -= gain * other
 
     def _drift(self) -> None:
-        """A step has passed: less is sure than before."""
+        """Less is sure than a step before."""
         sizes = [max(w, _SMALLEST * p) for w, p in zip(self._weights, self._prior, strict=True)]
         for i, (row, size) in enumerate(zip(self._cov, sizes, strict=True)):
             if row[i] < (_MAX_UNSURE * size) ** 2:
                 row[i] += (_DRIFT_EACH * size) ** 2
-            for j in range(4):
-                row[j] += _DRIFT_ALL**2 * size * sizes[j]
+            for j, other in enumerate(sizes):
+                row[j] += _DRIFT_ALL**2 * size * other
+
+
+def _features(work: Work) -> tuple[float, ...]:
+    """What the coefficients multiply, in their order."""
+    return (1.0, float(work.rows), float(work.kv_tokens), float(work.context_tokens), float(work.logit_rows))

@@ -29,7 +29,8 @@ from chairlift.errors import ContextLengthExceeded, EngineError, RequestError
 from chairlift.plan import Batching
 
 _LEAST_GAP_S = 0.1
-_DECODES_PER_GAP = 2.0  # without `max_gap_s`, prompts may double the time of a decode-only step that is slow by itself
+_DECODES_PER_GAP = 2.0  # unless told otherwise, prompts may double the time of a step that is slow without them
+_DECODES_PER_LATE_STEP = 1.25  # where decodes alone pass the gap, prompts still have a fifth of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     max_gap_s: float | None = None  # None: the larger of 0.1 s and twice the decode-only step
-    idle_step_s: float = 0.5  # bounds a step that nobody waits for, so that cancelling and admission stay quick
+    idle_step_s: float = 0.5  # the same while nobody is streamed to, so that cancelling and admission stay quick
     prefix_caching: bool = True
     batching: Batching = "continuous"
     max_running_per_key: int | None = None
@@ -78,6 +79,7 @@ class Scheduler:
         self._registered: dict[int, None] = {}  # blocks that the step in flight fills, in order
         self._early_hits: list[Request] = []  # one entry per counted hit on one of those
         self._displaced: set[Request] = set()  # lost their blocks once: hits are no longer a saving to report
+        self._is_turn_of_oldest = False
         self._held_finals: list[Output] = []
         self.memory_blocked = False
         """Whether, at the last schedule(), a slot was free and the first in line lacked blocks."""
@@ -188,7 +190,7 @@ class Scheduler:
             return None
         budget = Budget(self._predictor, self._limits.max_num_batched_tokens)
         pieces = {r: self._give(r, 1, budget) for r in members if r.num_uncomputed == 1}
-        self._share([r for r in members if r not in pieces], budget, pieces)
+        pieces |= self._share([r for r in members if r not in pieces], budget)
         in_order = tuple(pieces[r] for r in self._running if r in pieces)
         self._in_flight = Step(in_order, budget.predicted_s, tuple(preempted))
         return self._in_flight
@@ -388,49 +390,60 @@ class Scheduler:
 
     # -- sharing a step -----------------------------------------------------------------------------------------------
 
-    def _share(self, prompts: list[Request], budget: Budget, pieces: dict[Request, Piece]) -> None:
+    def _share(self, prompts: list[Request], budget: Budget) -> dict[Request, Piece]:
         """Divides what is left of a step among requests that lack more than one token, given by age.
 
         Half may go to those that are sooner done than the oldest, the shortest first; then the oldest takes all it can,
-        so that it never starves; then the rest. The oldest can always go on by a block: prompts get on
-        however slow the decodes are.
+        so that it never starves; then the rest. Where half is less than a block of the oldest, it and the shortest take
+        turns at the whole. Whose turn it is comes first there, and is sure of a token everywhere.
         """
+        pieces: dict[Request, Piece] = {}
         if not prompts:
-            return
+            return pieces
         oldest = prompts[0]
-        least = min(self._pool.block_size, oldest.num_uncomputed, budget.rows_left)
-        target_s = max(self._target_s(budget), budget.seconds_with(oldest, least))
-        half_s = (budget.predicted_s + target_s) / 2
-        rows_kept = budget.rows_left // 2
-        shortest_first = sorted(prompts[1:], key=lambda r: r.num_uncomputed)
-        for request in shortest_first:
-            if request.num_uncomputed < oldest.num_uncomputed:
+        by_length = sorted(prompts[1:], key=lambda r: r.num_uncomputed)
+        sooner = [r for r in by_length if r.num_uncomputed < oldest.num_uncomputed]
+        self._is_turn_of_oldest = not (self._is_turn_of_oldest and sooner)
+        sure = oldest if self._is_turn_of_oldest else sooner[0]
+        target_s = self._target_s(budget, sure)
+        half_s, half_rows = (budget.predicted_s + target_s) / 2, budget.rows_left // 2
+        if budget.most(oldest, half_s, half_rows) >= min(self._pool.block_size, oldest.num_uncomputed):
+            rows_kept = budget.rows_left - half_rows
+            for request in sooner:
                 self._advance(request, budget, half_s, budget.rows_left - rows_kept, pieces)
-        for request in (oldest, *shortest_first):
+        for request in (sure, oldest, *by_length):
             if request not in pieces:
                 self._advance(request, budget, target_s, budget.rows_left, pieces)
+        return pieces
 
-    def _target_s(self, budget: Budget) -> float:
-        """How long the step may take; `budget` holds its decodes and nothing else."""
+    def _target_s(self, budget: Budget, sure: Request) -> float:
+        """How long the step may take; `budget` holds its decodes and nothing else. A token of `sure` always fits."""
+        decodes_s, sure_s = budget.predicted_s, budget.seconds_with(sure, 1)
         if not any(request.output for request in self._running):
-            return self._limits.idle_step_s
-        if self._limits.max_gap_s is not None:
-            return self._limits.max_gap_s
-        return max(_LEAST_GAP_S, _DECODES_PER_GAP * budget.predicted_s)
+            target_s = max(self._limits.idle_step_s, _DECODES_PER_GAP * decodes_s)
+        elif self._limits.max_gap_s is None:
+            target_s = max(_LEAST_GAP_S, _DECODES_PER_GAP * decodes_s)
+        else:
+            target_s = self._limits.max_gap_s
+        return target_s if sure_s <= target_s else max(sure_s, _DECODES_PER_LATE_STEP * decodes_s)
 
     def _advance(
         self, request: Request, budget: Budget, target_s: float, max_rows: int, pieces: dict[Request, Piece]
     ) -> None:
-        """Gives a request as many tokens as seconds, rows and blocks allow; short of its end, up to a block's edge."""
+        """Gives a request as many tokens as seconds, rows and blocks allow; short of its end, up to a block's edge.
+
+        Only the first may stop within a block, when no edge is in reach. The others wait at an edge, where they may
+        come to share the block that the first computes.
+        """
         self._take_hits(request)
         size = self._pool.block_size
         start = request.num_computed
         room = (len(request.block_table) + self._pool.num_available) * size - start
         num_tokens = budget.most(request, target_s, min(max_rows, room))
         edge = (start + num_tokens) // size * size
-        if start + num_tokens < request.num_tokens and edge > start:
+        if start + num_tokens < request.num_tokens and (edge > start or pieces):
             num_tokens = edge - start
-        if num_tokens:
+        if num_tokens > 0:
             pieces[request] = self._give(request, num_tokens, budget)
 
     def _give(self, request: Request, num_tokens: int, budget: Budget) -> Piece:
@@ -441,8 +454,9 @@ class Scheduler:
             request.block_table.append(self._pool.take())
         for index in range(start // size, stop // size):
             self._register(request, index)
-        budget.spend(request, num_tokens)
-        return Piece(request, start, num_tokens)
+        piece = Piece(request, start, num_tokens)
+        budget.spend(piece)
+        return piece
 
     # -- endings ------------------------------------------------------------------------------------------------------
 

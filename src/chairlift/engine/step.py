@@ -13,6 +13,27 @@ from chairlift.engine.request import Request, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What the time of a step depends on: counts that add up over its pieces."""
+
+    rows: int  # tokens computed
+    kv_tokens: int  # cached tokens that attention works on: a row at position p counts p + 1
+    context_tokens: int  # cached tokens that it has to fetch: a piece that ends at position p counts p + 1, once
+    logit_rows: int  # rows that need the output head
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.rows + other.rows,
+            self.kv_tokens + other.kv_tokens,
+            self.context_tokens + other.context_tokens,
+            self.logit_rows + other.logit_rows,
+        )
+
+
+NO_WORK = Work(0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One request's part: it computes positions [start, start + num_tokens)."""
 
@@ -30,10 +51,21 @@ class Piece:
         """Whether the last row's logits choose the next token: only when it catches up."""
         return self.stop == self.request.num_tokens
 
+    @property
+    def work(self) -> Work:
+        """Its part of the step's work. The output head serves its last row, or each of a prompt that is scored."""
+        is_scored = self.request.params.prompt_logprobs is not None and self.start < self.request.num_prompt
+        return Work(
+            rows=self.num_tokens,
+            kv_tokens=(self.start + 1 + self.stop) * self.num_tokens // 2,
+            context_tokens=self.stop,
+            logit_rows=self.num_tokens if is_scored else int(self.samples),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Pieces in running order, and what the scheduler expected of them."""
+    """Pieces in running order, and the seconds that the scheduler reckoned with for them."""
 
     pieces: tuple[Piece, ...]
     predicted_s: float
@@ -45,9 +77,9 @@ class Step:
         return sum(piece.num_tokens for piece in self.pieces)
 
     @property
-    def kv_tokens_read(self) -> int:
-        """Cached tokens that attention reads, summed over rows: row at position p reads p + 1."""
-        return sum((p.start + 1 + p.stop) * p.num_tokens // 2 for p in self.pieces)
+    def work(self) -> Work:
+        """What it takes, all pieces together; to be asked before the step is committed."""
+        return sum((piece.work for piece in self.pieces), NO_WORK)
 
 
 @dataclass(frozen=True, slots=True)
