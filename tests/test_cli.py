@@ -57,6 +57,8 @@ def process(*args: str, model: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "chairlift", *args], env=environ, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # A shell's background job ignores Ctrl-C, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
