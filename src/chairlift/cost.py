@@ -78,11 +78,6 @@ def one_stream_ceiling(bandwidth: float, weight_bytes: int, *, kv_tokens: int = 
     return bandwidth / decode_bytes(weight_bytes, kv_tokens, bytes_per_token)
 
 
-def operations_per_token(num_parameters: int) -> int:
-    """Multiplications and additions of the matrices for one token; attention is not in it."""
-    return 2 * num_parameters
-
-
 def step_seconds(read_bytes: float, operations: float, *, bandwidth: float, compute: float) -> float:
     """Roofline: the slower of reading (bytes/s) and computing (operations/s)."""
     return max(read_bytes / bandwidth, operations / compute)

@@ -14,7 +14,6 @@ ChairliftError
 │   │   ├── QueueFull
 │   │   └── QueueWait
 │   └── Draining
-├── Cancelled               499: the client went away
 └── EngineError             500: ours
 """
 
@@ -161,13 +160,6 @@ class Draining(Unavailable):
     """The server is shutting down and finishes what it has begun."""
 
     code = "draining"
-
-
-class Cancelled(ChairliftError):
-    """The client went away."""
-
-    code = "cancelled"
-    http_status = 499
 
 
 class EngineError(ChairliftError):
