@@ -5,6 +5,7 @@ Only what must differ on each machine is replaced in the shipped files: ports, a
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shutil
@@ -52,10 +53,42 @@ class Proxy:
         self._trust = ssl.create_default_context(cafile=str(certificate))
         self._admin = admin
 
-    def put_aside(self, instance: str) -> None:
-        """No new requests for an instance that is to be restarted, where the proxy has to be told."""
+    def put_aside(self, instance: str, num_arrived: Callable[[], float]) -> None:
+        """No new requests for an instance that is to be restarted, where the proxy has to be told.
+
+        Returns once all that it was given before has arrived there: what the shipped file does with `sleep 1`.
+        """
         if self._admin is not None:
             assert self._command(f"set server chairlift/{instance} state drain") == ""
+            while self._num_sessions(instance) > num_arrived():
+                pass
+
+    def _num_sessions(self, instance: str) -> int:
+        """Requests that were given to an instance and are not over (`scur`)."""
+        rows = csv.DictReader(self._command("show stat").removeprefix("# ").splitlines())
+        return next(int(row["scur"]) for row in rows if (row["pxname"], row["svname"]) == ("chairlift", instance))
+
+    def see_gone(self, instance: str) -> None:
+        """Returns when the proxy has noticed that an instance ended: a check on its way may not be taken for a new one."""
+        self._until_state(instance, "0 8")
+
+    def take_back(self, instance: str) -> None:
+        """It may have requests again; returns when it does."""
+        if self._admin is not None:
+            assert self._command(f"set server chairlift/{instance} state ready") == ""
+        self._until_state(instance, "2 0")
+
+    def _until_state(self, instance: str, state: str) -> None:
+        """Waits for an operational state (0: down, 2: up) and an administrative one (8: drained, 0: none)."""
+        while self._admin is not None and f" {instance} 127.0.0.1 {state} " not in self._command(
+            "show servers state chairlift"
+        ):
+            pass
+
+    def _num_sessions(self, instance: str) -> int:
+        """Requests that were given to an instance and are not over (`scur`)."""
+        rows = csv.DictReader(self._command("show stat").removeprefix("# ").splitlines())
+        return next(int(row["scur"]) for row in rows if (row["pxname"], row["svname"]) == ("chairlift", instance))
 
     def take_back(self, instance: str) -> None:
         """It may have requests again; returns when it does."""

@@ -172,7 +172,7 @@ def test_only_the_api_is_let_through(start: Start, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two(tiny_gguf: TinyGGUF) -> Iterator[tuple[Instance, Instance]]:
-    model = tiny_gguf(context=2048)
+    model = tiny_gguf(context=8192)
     one, other = Instance(model), Instance(model)
     for instance in (one, other):
         instance.start()
@@ -210,14 +210,14 @@ def request(num_tokens: int, **fields: Any) -> dict[str, Any]:
 
 
 def ask(client: httpx.Client) -> str:
-    answer = client.post(CHAT, json=request(120))
+    answer = client.post(CHAT, json=request(2000))
     if answer.status_code != 200:
         return f"{answer.status_code} {answer.text}"
-    return "" if answer.json()["usage"]["completion_tokens"] == 120 else answer.text
+    return "" if answer.json()["usage"]["completion_tokens"] == 2000 else answer.text
 
 
 def ask_streamed(client: httpx.Client) -> str:
-    body = request(240, stream=True, stream_options={"include_usage": True})
+    body = request(4000, stream=True, stream_options={"include_usage": True})
     with client.stream("POST", CHAT, json=body) as answer:
         if answer.status_code != 200:
             return f"{answer.status_code} {answer.read().decode()}"
@@ -225,7 +225,7 @@ def ask_streamed(client: httpx.Client) -> str:
     if lines[-1:] != ["data: [DONE]"]:
         return f"cut after {lines[-1:]}"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    return "" if chunks[-1].get("usage", {}).get("completion_tokens") == 240 else lines[-2]
+    return "" if chunks[-1].get("usage", {}).get("completion_tokens") == 4000 else lines[-2]
 
 
 def test_restarts_under_load_lose_nothing(start: Start, tmp_path: Path, two: tuple[Instance, Instance]) -> None:
@@ -235,14 +235,20 @@ def test_restarts_under_load_lose_nothing(start: Start, tmp_path: Path, two: tup
         for place in (0, 1) * 3:
             instance, before = two[place], len(outcomes)
             _until(lambda: instance.server.metric("num_requests_running") > 0 and len(outcomes) > before)  # noqa: B023
-            proxy.put_aside(("one", "two")[place])
+            proxy.put_aside(("one", "two")[place], lambda: _num_inside(instance))  # noqa: B023
             assert instance.end() == 0
+            proxy.see_gone(("one", "two")[place])
             lines = [line for line in instance.server.lines if "draining:" in line]
             num_cut_into += any("draining: 0 requests" not in line for line in lines)
             instance.start()
             proxy.take_back(("one", "two")[place])
     assert [outcome for outcome in outcomes if outcome] == []
     assert num_cut_into > 0, "no instance had work when it was told to end"
+
+
+def _num_inside(instance: Instance) -> float:
+    """Requests that an instance works at or keeps waiting."""
+    return instance.server.metric("num_requests_running") + instance.server.metric("num_requests_waiting")
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -269,6 +275,6 @@ def test_who_leaves_the_proxy_leaves_the_server(start: Start, tmp_path: Path, tw
 
     before = num_cancelled()
     with start(tmp_path, tuple(instance.port for instance in two)) as proxy, proxy.client() as client:
-        with client.stream("POST", CHAT, json=request(1900, stream=True)) as answer:
+        with client.stream("POST", CHAT, json=request(8000, stream=True)) as answer:
             next(answer.iter_lines())
         _until(lambda: num_cancelled() == before + 1)
