@@ -69,7 +69,7 @@ class Proxy:
         return next(int(row["scur"]) for row in rows if (row["pxname"], row["svname"]) == ("chairlift", instance))
 
     def see_gone(self, instance: str) -> None:
-        """Returns when the proxy has noticed that an instance ended: a check on its way may not be taken for a new one."""
+        """Returns when the proxy has noticed that an instance ended, so that no check is still on its way."""
         self._until_state(instance, "0 8")
 
     def take_back(self, instance: str) -> None:
@@ -89,15 +89,6 @@ class Proxy:
         """Requests that were given to an instance and are not over (`scur`)."""
         rows = csv.DictReader(self._command("show stat").removeprefix("# ").splitlines())
         return next(int(row["scur"]) for row in rows if (row["pxname"], row["svname"]) == ("chairlift", instance))
-
-    def take_back(self, instance: str) -> None:
-        """It may have requests again; returns when it does."""
-        if self._admin is not None:
-            assert self._command(f"set server chairlift/{instance} state ready") == ""
-            while f" {instance} 127.0.0.1 2 0 " not in self._command(
-                "show servers state chairlift"
-            ):  # 2: up, 0: no drain
-                pass
 
     def _command(self, line: str) -> str:
         with socket.socket(socket.AF_UNIX) as sock:
