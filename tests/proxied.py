@@ -85,11 +85,6 @@ class Proxy:
         ):
             pass
 
-    def _num_sessions(self, instance: str) -> int:
-        """Requests that were given to an instance and are not over (`scur`)."""
-        rows = csv.DictReader(self._command("show stat").removeprefix("# ").splitlines())
-        return next(int(row["scur"]) for row in rows if (row["pxname"], row["svname"]) == ("chairlift", instance))
-
     def _command(self, line: str) -> str:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(self._admin))
