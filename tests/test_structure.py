@@ -91,6 +91,13 @@ def test_the_server_sees_the_engine_through_its_front_door() -> None:
     assert {".".join(name.split(".")[:2]) for name in seen} <= doors
 
 
+def test_the_bench_and_the_server_do_not_know_each_other() -> None:
+    """A measuring tool that measures from the inside, or a server that loads its measuring tool."""
+    assert offences(within("bench"), "server|engine|kernels|models|boot|httptools|uvicorn|starlette") == []
+    others = (path for path in MODULES if name_of(path).split(".")[0] not in ("bench", "cli"))
+    assert offences(others, "bench|aiohttp|httpx|matplotlib") == []
+
+
 def test_nothing_imports_the_command_line() -> None:
     """A library that cannot be used without its terminal front."""
     assert offences((path for path in MODULES if name_of(path) != "__main__"), "cli|__main__") == []

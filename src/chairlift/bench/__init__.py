@@ -1,0 +1,1 @@
+"""Measuring servers from outside, over HTTP alone. Nothing of the server imports this package."""
