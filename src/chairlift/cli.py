@@ -19,6 +19,7 @@ import typer
 
 from chairlift import __version__
 from chairlift import config as kinds
+from chairlift.bench.cli import app as bench
 from chairlift.config import SETTINGS, Config, Setting, load
 from chairlift.engine.request import SamplingParams
 from chairlift.errors import ChairliftError, ConfigError, ModelError
@@ -33,6 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(bench, name="bench")
 
 _LOADING = ("Model", "Context and memory", "Scheduling", "Machine")
 _SERVING = ("Model", "Server", *_LOADING[1:])
