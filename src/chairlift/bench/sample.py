@@ -39,6 +39,30 @@ VISIBLE = frozenset({EventKind.TEXT, EventKind.TOOL})
 """Kinds that whoever asked can use."""
 
 
+class Failure(StrEnum):
+    """Why a request was not answered in full."""
+
+    CONNECT = "connect"
+    TIMEOUT = "timeout"
+    HTTP_401 = "http 401"
+    HTTP_404 = "http 404"
+    HTTP_429 = "http 429"
+    HTTP_503 = "http 503"
+    HTTP_3XX = "http 3xx"  # redirects are not followed: the figures would be of somewhere else
+    HTTP_4XX = "http 4xx"
+    HTTP_5XX = "http 5xx"
+    ERROR_EVENT = "error event"  # the server said so, after status 200
+    CLOSED_EARLY = "closed early"  # the connection ended before the answer did
+    BAD_STREAM = "bad stream"
+    BAD_ANSWER = "bad answer"
+
+    @classmethod
+    def of_status(cls, status: int) -> Failure:
+        """The failure of an HTTP status that is not a success."""
+        exact = f"http {status}"
+        return cls(exact) if exact in {str(each) for each in cls} else cls(f"http {min(max(status // 100, 3), 5)}xx")
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One piece of a stream. `num_bytes` is its size on the wire, SSE framing included.
@@ -72,7 +96,7 @@ class Sample:
     num_cached_tokens: int | None = None
     num_output_tokens: int | None = None
     finish_reason: str | None = None
-    failure: str | None = None
+    failure: Failure | None = None
     failure_detail: str = ""
     retry_after_s: float | None = None
     text: str = ""

@@ -1,0 +1,215 @@
+"""A server that plays a script of (delay, bytes), and a loop whose clock jumps: every time is known to the digit.
+
+run_virtual(test(...))         an event loop that never waits: where it would, its clock jumps to the next timer
+MockLLM(answer)                answers each request by its number and JSON; over a Unix socket, so that bytes are there
+                               at once and no thread, network or machine has a say in when
+sse(...), chat(...), whole()   bytes of answers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import selectors
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+from chairlift.bench.client import Client, Clock, Target
+
+Script = Sequence[tuple[float, bytes]]
+"""What is sent, each after so many seconds."""
+
+T = TypeVar("T")
+
+WALL_START_S = 1_700_000_000.0
+"""When virtual time is 0, by the wall clock of everybody in it."""
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Waits for nothing: what would have been waited for is added to the clock, in whole microseconds."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready or timeout == 0:
+            return ready
+        assert timeout is not None, "everybody waits for somebody else, for ever"
+        self.now_s = round(self.now_s + max(timeout, 1e-6), 6)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes only while there is nothing to do."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now_s
+
+
+def run_virtual(test: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine in virtual time; its result."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(test)
+
+
+def virtual_clock() -> Clock:
+    """The running virtual loop's time."""
+    loop = asyncio.get_running_loop()
+    return Clock(now=loop.time, wall=lambda: WALL_START_S + loop.time())
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+
+def sse(value: Any) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def delta(finish_reason: str | None = None, **said: Any) -> bytes:
+    """One chunk of a chat."""
+    return sse({"choices": [{"index": 0, "delta": said, "finish_reason": finish_reason}]})
+
+
+ROLE = delta(role="assistant", content="")
+
+
+def usage(num_output: int, num_prompt: int = 7, num_cached: int | None = None) -> bytes:
+    """The chunk with counts."""
+    details = {} if num_cached is None else {"prompt_tokens_details": {"cached_tokens": num_cached}}
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output, **details}
+    return sse({"choices": [], "usage": counts})
+
+
+def ending(num_output: int, num_prompt: int = 7, num_cached: int | None = None) -> bytes:
+    """Finish, counts and [DONE]."""
+    return delta("length") + usage(num_output, num_prompt, num_cached) + DONE
+
+
+def paced(num_tokens: int, first_s: float, gap_s: float, *, num_prompt: int = 7) -> Script:
+    """A chat of one token a chunk: role at once, the first token after `first_s`, then one every `gap_s`."""
+    tokens = [(gap_s if i else first_s, delta(content=f" {i}")) for i in range(num_tokens)]
+    return [(0.0, ROLE), *tokens, (0.0, ending(num_tokens, num_prompt))]
+
+
+def whole(num_tokens: int, after_s: float, *, num_prompt: int = 7) -> Script:
+    """A chat in one piece."""
+    message = {"role": "assistant", "content": " word" * num_tokens}
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens}
+    value = {"choices": [{"index": 0, "message": message, "finish_reason": "length"}], "usage": counts}
+    return [(after_s, json.dumps(value).encode())]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A scripted response. The connection is cut before the response's end if `is_cut`."""
+
+    script: Script
+    status: int = 200
+    content_type: str = "text/event-stream"
+    headers: dict[str, str] = field(default_factory=dict)
+    is_cut: bool = False
+
+
+def refusal(status: int, message: str = "no", **headers: str) -> Reply:
+    """A status with OpenAI's error object."""
+    body = json.dumps({"error": {"message": message}}).encode()
+    return Reply([(0.0, body)], status, "application/json", headers)
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+Answering = Callable[[int, dict[str, Any]], Reply | Script]
+"""The reply to the n-th POST with that JSON."""
+
+
+class MockLLM:
+    """Plays replies. `pages` are the GET requests that it answers; a page may be a function, called each time."""
+
+    def __init__(self, answer: Answering, pages: dict[str, str | Callable[[], str]] | None = None) -> None:
+        self._answer = answer
+        self._pages = {"/v1/models": '{"data": [{"id": "mock", "owned_by": "somebody"}]}', **(pages or {})}
+        self.requests: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.headers: list[dict[str, str]] = []
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one connection."""
+        try:
+            while await self._serve_one(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        method, path, _ = head[0].split()
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in head[1:] if line)}
+        if method == "GET":
+            page = self._pages.get(path)
+            text = page() if callable(page) else page
+            reply = refusal(404) if text is None else Reply([(0.0, text.encode())], 200, "application/json")
+        else:
+            request = json.loads(await reader.readexactly(int(headers["content-length"])))
+            self.requests.append(request)
+            self.paths.append(path)
+            self.headers.append(headers)
+            made = self._answer(len(self.requests) - 1, request)
+            reply = made if isinstance(made, Reply) else Reply(made)
+        return await self._play(reply, writer)
+
+    async def _play(self, reply: Reply, writer: asyncio.StreamWriter) -> bool:
+        headers = {"content-type": reply.content_type, "transfer-encoding": "chunked", **reply.headers}
+        lines = [f"HTTP/1.1 {reply.status} X", *(f"{name}: {value}" for name, value in headers.items())]
+        writer.write("\r\n".join([*lines, "", ""]).encode())
+        for delay_s, data in reply.script:
+            if delay_s:
+                await asyncio.sleep(delay_s)
+            writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+            await writer.drain()
+        if not reply.is_cut:
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+        return not reply.is_cut
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Listens on a Unix socket; gives its path."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "llm")
+            async with await asyncio.start_unix_server(self.handle, path, backlog=1000):
+                yield path
+
+    @asynccontextmanager
+    async def client(self, target: Target | None = None, **options: Any) -> AsyncIterator[Client]:
+        """A client of it, in the running loop's time."""
+        async with self.serving() as path:
+            connector = aiohttp.UnixConnector(path, limit=0)
+            chosen = target or Target("http://mock", "mock")
+            async with Client(chosen, clock=virtual_clock(), connector=connector, **options) as client:
+                yield client
+
+
+@asynccontextmanager
+async def tcp(mock: MockLLM) -> AsyncIterator[str]:
+    """The same server on a port, in real time; gives its URL."""
+    async with await asyncio.start_server(mock.handle, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
