@@ -44,6 +44,8 @@ def compact_bytes(version: int = 3) -> bytes:
     tensors = {
         "vector": (ramp[:3], "F32"),
         "matrix": (ramp.reshape(2, 32), "Q4_0"),
+        "fives": (ramp.reshape(1, 64), "Q5_1"),
+        "sixes": (np.tile(ramp, 4), "Q6_K"),
         "cube": (ramp.reshape(4, 4, 4), "F16"),
         "last": (ramp.reshape(1, 1, 2, 32), "F32"),
     }

@@ -21,10 +21,11 @@ from chairlift.models import quant, registry
 from chairlift.models.gguf import GGUFFile
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 from conftest import TinyGGUF
+from encoders import ENCODERS
 from step_arrays import BLOCK_SIZE, Part, make_step
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
-WEIGHT_TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"]
+WEIGHT_TYPES = ["F32", "BF16", "Q8_0", "Q4_1", "Q5_0", "Q5_K", "Q6_K"]
 KV_DTYPES: list[KVDtype] = ["f16", "int8"]
 NUM_BLOCKS = 12
 MAX_ROWS = 64
@@ -205,36 +206,42 @@ def spec_of(tiny_gguf: TinyGGUF) -> ModelSpec:
 
 
 def raw(array: F32, type_name: str) -> RawTensor:
-    data = np.frombuffer(tiny.ENCODERS[type_name](array), np.uint8)
+    data = np.frombuffer(ENCODERS[type_name](array), np.uint8)
     return RawTensor("w", array.shape, type_name, data)
+
+
+def held(tensor: RawTensor) -> F32:
+    """The weights with scales of 16 bits."""
+    numbers = quant.decode(tensor)
+    return numbers.with_half_scales().dequantise() if isinstance(numbers, quant.Quantised) else numbers
 
 
 def random(shape: tuple[int, ...], seed: int = 0) -> F32:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
+@pytest.mark.parametrize("weight_type", tiny.WEIGHT_TYPES)
 def test_linear_is_the_matrix_product(tiny_gguf: TinyGGUF, weight_type: str) -> None:
     """A scale, zero point or offset applied to the wrong block: against float64 on the dequantised numbers."""
-    tensor = raw(random((24, 96)), weight_type)
-    x, bias = random((5, 96), 1) * np.float32(3), random((24,), 2)
+    tensor = raw(random((24, 256)), weight_type)
+    x, bias = random((5, 256), 1) * np.float32(3), random((24,), 2)
     seen = x
     if weight_type.startswith("Q"):
         q, scale = quant.quantise_rows(x)
-        seen = (q.reshape(5, 3, 32) * scale[:, :, None]).reshape(5, 96)
-    exact = seen.astype(np.float64) @ quant.dequantise(tensor).astype(np.float64).T + bias
+        seen = (q.reshape(5, 8, 32) * scale[:, :, None]).reshape(5, 256)
+    exact = seen.astype(np.float64) @ held(tensor).astype(np.float64).T + bias
     got = ops_for([0], spec_of(tiny_gguf)).linear(x, load_weight(tensor), load_weight(raw(bias, "F32")))
     assert got.dtype == np.float32
     assert np.abs(got - exact).max() < 1e-6 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
+@pytest.mark.parametrize("weight_type", tiny.WEIGHT_TYPES)
 def test_embedding_is_the_dequantised_row(tiny_gguf: TinyGGUF, weight_type: str) -> None:
     """An embedding read with a transposed or shifted index."""
-    tensor = raw(random((40, 64)), weight_type)
+    tensor = raw(random((40, 256)), weight_type)
     step = make_step([Part([5, 0, 39, 5], 0, [0])])
     ops = ReferenceOps(spec_of(tiny_gguf), KVLayout(NUM_BLOCKS), [], step)
-    assert (ops.embed(load_weight(tensor)) == quant.dequantise(tensor)[[5, 0, 39, 5]]).all()
+    assert (ops.embed(load_weight(tensor)) == held(tensor)[[5, 0, 39, 5]]).all()
 
 
 def test_rms_norm_of_rows_and_of_heads(tiny_gguf: TinyGGUF) -> None:

@@ -1,19 +1,21 @@
 """A tiny random model written as a real GGUF file: what most tests run on, with no weights to download.
 
-Owns a small GGUF writer, a plain quantiser for every weight type that Chairlift reads, and a byte-level tokenizer whose
-256 byte tokens make every text encodable. Independent of `chairlift.models`: a misreading there is not mirrored here.
+Owns a small GGUF writer and a byte-level tokenizer whose 256 byte tokens make every text encodable. Independent of
+`chairlift.models`, as are the quantisers of `encoders.py`: a misreading there is not mirrored here.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from encoders import ENCODERS
 
 F32 = npt.NDArray[np.float32]
 Tensors = Mapping[str, tuple[F32, str]]
@@ -33,8 +35,11 @@ SCALAR_TYPES: dict[str, tuple[int, str]] = {
 }
 STRING, ARRAY = 8, 9
 CONTROL = 3
-TENSOR_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
+TENSOR_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8}
+TENSOR_TYPES |= {"Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30}
 WEIGHT_TYPES = tuple(TENSOR_TYPES)
+WIDE = {"hidden": 256, "head_dim": 64, "ffn": 256}
+"""Dimensions that are whole blocks of 256, which K formats need."""
 
 CHATML = (
     "{% for message in messages %}"
@@ -84,61 +89,6 @@ def _array(values: Sequence[Any] | npt.NDArray[Any]) -> bytes:
         values = np.array(values, dtype="int32" if name == "uint32" else name)
     number, form = SCALAR_TYPES[values.dtype.name]
     return struct.pack("<IQ", number, len(values)) + values.astype(form).tobytes()
-
-
-def _blocks(x: F32) -> F32:
-    return np.ascontiguousarray(x, dtype=np.float32).reshape(-1, 32)
-
-
-def _f16(x: F32) -> npt.NDArray[np.uint8]:
-    return np.ascontiguousarray(x.astype("<f2")).view(np.uint8).reshape(len(x), 2)
-
-
-def _inverse(d: F32) -> F32:
-    return np.where(d == 0, np.float32(0), 1 / np.where(d == 0, np.float32(1), d)).astype(np.float32)
-
-
-def _nibbles(q: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """(B, 32) values of 4 bits -> (B, 16) bytes: lane j in the low half of byte j, lane j + 16 in its high half."""
-    return q[:, :16] + q[:, 16:] * np.uint8(16)
-
-
-def _q8_0(x: F32) -> bytes:
-    b = _blocks(x)
-    d = (np.abs(b).max(axis=1, keepdims=True) / 127).astype(np.float32)
-    q = np.rint(b * _inverse(d)).astype(np.int8)
-    return np.hstack([_f16(d), q.view(np.uint8)]).tobytes()
-
-
-def _q4_0(x: F32) -> bytes:
-    b = _blocks(x)
-    extreme = np.take_along_axis(b, np.abs(b).argmax(axis=1, keepdims=True), axis=1)
-    d = extreme / np.float32(-8)
-    q = np.clip(np.floor(b * _inverse(d) + 8.5), 0, 15).astype(np.uint8)
-    return np.hstack([_f16(d), _nibbles(q)]).tobytes()
-
-
-def _q4_1(x: F32) -> bytes:
-    b = _blocks(x)
-    low = b.min(axis=1, keepdims=True)
-    d = ((b.max(axis=1, keepdims=True) - low) / 15).astype(np.float32)
-    q = np.clip(np.floor((b - low) * _inverse(d) + 0.5), 0, 15).astype(np.uint8)
-    return np.hstack([_f16(d), _f16(low), _nibbles(q)]).tobytes()
-
-
-def _bf16(x: F32) -> bytes:
-    bits: npt.NDArray[np.uint32] = np.ascontiguousarray(x, dtype="<f4").view("<u4")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()  # round half to even
-
-
-ENCODERS: dict[str, Callable[[F32], bytes]] = {
-    "F32": lambda x: np.ascontiguousarray(x, dtype="<f4").tobytes(),
-    "F16": lambda x: np.ascontiguousarray(x, dtype="<f2").tobytes(),
-    "BF16": _bf16,
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-}
 
 
 def gguf_bytes(metadata: Mapping[str, Any], tensors: Tensors, *, version: int = 3, alignment: int = 32) -> bytes:
@@ -197,10 +147,11 @@ def tokenizer_metadata(vocab: int | None = None, *, add_bos: bool = False, pre: 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dimensions of a tiny model; see `tiny_model`."""
+    """Dimensions of a tiny model; see `tiny_model`. `types`: (part of a name, type) where not weight_type."""
 
     architecture: str = "llama"
     weight_type: str = "F32"
+    types: tuple[tuple[str, str], ...] = ()
     seed: int = 0
     hidden: int = 64
     layers: int = 2
@@ -295,7 +246,12 @@ def tiny_model(
 
     `architecture` is llama, qwen2 (q/k/v biases) or qwen3 (q/k norms, explicit head sizes); keywords are the fields of
     `Shape` (`weight_type`, `seed`, `hidden`, ..., `tied`, `rope_freqs`); `metadata` overrides keys, None removing one.
+    A weight type of K formats makes it WIDE.
     """
-    dimensions = Shape(architecture, **shape)
+    wide = WIDE if str(shape.get("weight_type")).endswith("_K") else {}
+    dimensions = Shape(architecture, **{**wide, **shape})
     keys = {**model_metadata(dimensions), **(metadata or {})}
-    return write_gguf(path, {k: v for k, v in keys.items() if v is not None}, model_tensors(dimensions))
+    tensors = model_tensors(dimensions)
+    for part, type_name in dimensions.types:
+        tensors |= {name: (array, type_name) for name, (array, _) in tensors.items() if part in name}
+    return write_gguf(path, {k: v for k, v in keys.items() if v is not None}, tensors)

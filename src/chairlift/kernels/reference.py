@@ -23,11 +23,11 @@ from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
-    """A quantised weight (N, K), blocks of K first: w = scale * (levels - zero) + offset."""
+    """A quantised weight (N, K), groups of K that share a scale first: w = scale * (levels - zero) + offset."""
 
-    levels: npt.NDArray[np.int8 | np.uint8]  # (K / 32, 32, N)
-    scale: F32  # (K / 32, N)
-    offset: F32 | None  # (K / 32, N)
+    levels: npt.NDArray[np.int8 | np.uint8]  # (K / group, group, N)
+    scale: F32  # (K / group, N)
+    offset: F32 | None  # (K / group, N)
     zero: int
 
     @property
@@ -214,12 +214,12 @@ class ReferenceOps:
 
 
 def load_weight(tensor: RawTensor) -> Weight:
-    """A weight as the ops hold it."""
+    """A weight as the ops hold it: scales in 16 bits."""
     decoded = quant.decode(tensor)
     if isinstance(decoded, np.ndarray):
         return decoded
-    rows, cols = decoded.q.shape
-    levels = decoded.q.reshape(rows, cols // quant.BLOCK, quant.BLOCK).transpose(1, 2, 0)
+    decoded = decoded.with_half_scales()
+    levels = decoded.q.reshape(len(decoded.q), -1, decoded.group).transpose(1, 2, 0)
     offset = None if decoded.offset is None else np.ascontiguousarray(decoded.offset.T)
     return BlockMatrix(np.ascontiguousarray(levels), np.ascontiguousarray(decoded.scale.T), offset, decoded.zero)
 
@@ -242,25 +242,27 @@ def silu(x: F32) -> F32:
 
 
 def block_linear(x: F32, weight: BlockMatrix) -> F32:
-    """Rounded activations times block-quantised weights, summed over blocks in ascending order in float32.
+    """Rounded activations times block-quantised weights, summed over groups in ascending order in float32.
 
-    Per block: x_scale * (w_scale * (dot - zero * total) + offset * total), dot and total being integers. A dot is made
+    Per group: x_scale * (w_scale * (dot - zero * total) + offset * total), dot and total being integers. A dot is made
     of two, of the levels' high and low bytes: each below 2^24, so that float32 products are exact in any order.
     """
     q, x_scale = quant.quantise_rows(x)
-    lanes = q.astype(np.int32).reshape(len(x), -1, quant.BLOCK)
+    group = weight.levels.shape[1]
+    x_scale = x_scale.repeat(quant.BLOCK // group, axis=1)
+    lanes = q.astype(np.int32).reshape(len(x), -1, group)
     total = lanes.sum(axis=2, dtype=np.int32)
     high = lanes >> 8
     low = (lanes - 256 * high).astype(np.float32)
     high = high.astype(np.float32)
     y: F32 = np.zeros((len(x), weight.scale.shape[1]), np.float32)
-    for block, levels in enumerate(weight.levels):
+    for i, levels in enumerate(weight.levels):
         parts = levels.astype(np.float32)
-        dot = 256 * (high[:, block] @ parts).astype(np.int32) + (low[:, block] @ parts).astype(np.int32)
-        term: F32 = weight.scale[block] * (dot - weight.zero * total[:, block, None]).astype(np.float32)
+        dot = 256 * (high[:, i] @ parts).astype(np.int32) + (low[:, i] @ parts).astype(np.int32)
+        term: F32 = weight.scale[i] * (dot - weight.zero * total[:, i, None]).astype(np.float32)
         if weight.offset is not None:
-            term += weight.offset[block] * total[:, block, None].astype(np.float32)
-        y += x_scale[:, block, None] * term
+            term += weight.offset[i] * total[:, i, None].astype(np.float32)
+        y += x_scale[:, i, None] * term
     return y
 
 

@@ -7,7 +7,7 @@ Knows nothing of files beyond `RawTensor`, and nothing of the packed layouts tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ I8 = npt.NDArray[np.int8]
 I16 = npt.NDArray[np.int16]
 
 BLOCK = 32
-"""Weights per block in the formats decoded here, and activations per scale."""
+"""Activations per scale, and weights per scale in most formats."""
 LARGEST = 127 * 256
 """The level of a block's largest activation. It has the bytes 127 and 0: 8-bit products do the work of 16-bit ones."""
 
@@ -84,17 +84,29 @@ _BY_NAME = {kind.name: kind for kind in GGML_TYPES.values()}
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Block-quantised rows: w[n, k] = scale[n, k // 32] * (q[n, k] - zero) + offset[n, k // 32]."""
+    """Block-quantised rows: w[n, k] = scale[n, k // group] * (q[n, k] - zero) + offset[n, k // group]."""
 
     q: I8 | U8  # (N, K)
-    scale: F32  # (N, K / 32)
-    offset: F32 | None  # (N, K / 32); None: no offset, not even +0.0
+    scale: F32  # (N, K / group)
+    offset: F32 | None  # (N, K / group); None: no offset, not even +0.0
     zero: int = 0
+
+    @property
+    def group(self) -> int:
+        """Consecutive weights that share a scale: 32, or 16 in Q6_K."""
+        return int(self.q.shape[1] // self.scale.shape[1])
+
+    def with_half_scales(self) -> Quantised:
+        """The same with scales and offsets rounded to 16-bit floats, as backends hold them: 2^-11 of each at most.
+
+        Only K formats change: their scale is a 16-bit float times a small integer, in the others it has 16 bits.
+        """
+        return replace(self, scale=_rounded(self.scale), offset=None if self.offset is None else _rounded(self.offset))
 
     def dequantise(self) -> F32:
         """The weights as float32, (N, K); each operation is rounded as written above."""
         rows, cols = self.q.shape
-        levels = (self.q.astype(np.int16) - self.zero).astype(np.float32).reshape(rows, cols // BLOCK, BLOCK)
+        levels = (self.q.astype(np.int16) - self.zero).astype(np.float32).reshape(rows, -1, self.group)
         with np.errstate(invalid="ignore", over="ignore"):  # a file may hold infinite scales: logits show them
             weights = self.scale[:, :, None] * levels
             if self.offset is not None:
@@ -129,7 +141,8 @@ def decode(tensor: RawTensor) -> Quantised | F32:
         return plain(tensor.data).reshape(tensor.shape)
     cols = tensor.shape[-1]
     rows = tensor.num_elements // cols
-    return _QUANTISED[tensor.type_name](tensor.data.reshape(rows, cols // BLOCK, -1))
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _QUANTISED[tensor.type_name](tensor.data.reshape(rows, cols // _BY_NAME[tensor.type_name].block, -1))
 
 
 def dequantise(tensor: RawTensor) -> F32:
@@ -168,9 +181,10 @@ def _check(tensor: RawTensor) -> None:
         )
     if not tensor.shape or not tensor.num_elements:
         raise ModelError(f"tensor {name!r} is empty: shape {tensor.shape}")
-    if tensor.shape[-1] % _BY_NAME[kind].block:
+    block = _BY_NAME[kind].block
+    if tensor.shape[-1] % block:
         raise ModelError(
-            f"tensor {name!r}: rows of {tensor.shape[-1]} are not whole blocks of {BLOCK}, as {kind} needs"
+            f"tensor {name!r}: rows of {tensor.shape[-1]} are not whole blocks of {block}, as {kind} needs"
         )
     needed = bytes_of(kind, tensor.num_elements)
     if tensor.data.size != needed:
@@ -190,15 +204,49 @@ def _bf16(data: U8) -> F32:
     return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
+def _rounded(x: F32) -> F32:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x.astype(np.float16).astype(np.float32)
+
+
 def _half(blocks: U8, start: int) -> F32:
     """The 16-bit float at byte `start` of each block, (N, blocks)."""
     return _f16(np.ascontiguousarray(blocks[:, :, start : start + 2]))[:, :, 0]
 
 
+def _fields(packed: U8, run: int, bits: int) -> U8:
+    """Splits bytes into fields of `bits` bits: (N, blocks, bytes) -> (N, K), K = weights in all blocks.
+
+    Bytes come in runs: first the lowest fields of a run's bytes in order, then the next higher ones, to the highest.
+    """
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    runs = packed.reshape(len(packed), -1, 1, run)
+    fields: U8 = (runs >> shifts) & np.uint8(2**bits - 1)
+    return fields.reshape(len(packed), -1)
+
+
 def _nibbles(packed: U8) -> U8:
     """(N, blocks, 16) bytes -> (N, K): lane j of a block is the low half of byte j, lane j + 16 its high half."""
-    lanes = np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=2)
-    return lanes.reshape(len(packed), -1)
+    return _fields(packed, 16, 4)
+
+
+def _fifth_bits(packed: U8) -> U8:
+    """(N, blocks, 4) bytes -> (N, K), 16 where set: bit j of a block's 32 is lane j's."""
+    bits: U8 = np.unpackbits(np.ascontiguousarray(packed), axis=2, bitorder="little")
+    return bits.reshape(len(packed), -1) << np.uint8(4)
+
+
+def _small_scales(packed: U8) -> tuple[F32, F32]:
+    """(N, blocks, 12) bytes -> scales and minima of the eight sub-blocks, (N, blocks, 8) each, 0 to 63.
+
+    Sub-blocks 0-3: the low 6 bits of bytes 0-3 (scales) and 4-7 (minima). Sub-blocks 4-7: low and high nibbles of bytes
+    8-11, with the two top bits of bytes 0-3 and 4-7 above them.
+    """
+    low, high, rest = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
+    six, four, top = np.uint8(63), np.uint8(15), np.uint8(0x30)
+    scales = np.concatenate([low & six, (rest & four) | ((low >> np.uint8(2)) & top)], axis=2)
+    minima = np.concatenate([high & six, (rest >> np.uint8(4)) | ((high >> np.uint8(2)) & top)], axis=2)
+    return scales.astype(np.float32), minima.astype(np.float32)
 
 
 def _q8_0(blocks: U8) -> Quantised:
@@ -214,5 +262,47 @@ def _q4_1(blocks: U8) -> Quantised:
     return Quantised(_nibbles(blocks[:, :, 4:]), _half(blocks, 0), _half(blocks, 2))
 
 
+def _q5_0(blocks: U8) -> Quantised:
+    return Quantised(_nibbles(blocks[:, :, 6:]) | _fifth_bits(blocks[:, :, 2:6]), _half(blocks, 0), None, zero=16)
+
+
+def _q5_1(blocks: U8) -> Quantised:
+    q = _nibbles(blocks[:, :, 8:]) | _fifth_bits(blocks[:, :, 4:8])
+    return Quantised(q, _half(blocks, 0), _half(blocks, 2))
+
+
+def _k_scales(blocks: U8) -> tuple[F32, F32]:
+    """Scale and offset of each sub-block of Q4_K and Q5_K, (N, K / 32): d * scale and -(dmin * minimum)."""
+    scales, minima = _small_scales(blocks[:, :, 4:16])
+    scale = _half(blocks, 0)[:, :, None] * scales
+    offset = -(_half(blocks, 2)[:, :, None] * minima)
+    return scale.reshape(len(blocks), -1), offset.reshape(len(blocks), -1)
+
+
+def _q4_k(blocks: U8) -> Quantised:
+    return Quantised(_fields(blocks[:, :, 16:], 32, 4), *_k_scales(blocks))
+
+
+def _q5_k(blocks: U8) -> Quantised:
+    q = _fields(blocks[:, :, 48:], 32, 4) | _fields(blocks[:, :, 16:48], 32, 1) << np.uint8(4)
+    return Quantised(q, *_k_scales(blocks))
+
+
+def _q6_k(blocks: U8) -> Quantised:
+    q = _fields(blocks[:, :, :128], 64, 4) | _fields(blocks[:, :, 128:192], 32, 2) << np.uint8(4)
+    small = np.ascontiguousarray(blocks[:, :, 192:208]).view(np.int8).astype(np.float32)
+    scale = _half(blocks, 208)[:, :, None] * small
+    return Quantised(q, scale.reshape(len(blocks), -1), None, zero=32)
+
+
 _PLAIN: dict[str, Callable[[U8], F32]] = {"F32": _f32, "F16": _f16, "BF16": _bf16}
-_QUANTISED: dict[str, Callable[[U8], Quantised]] = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1}
+_QUANTISED: dict[str, Callable[[U8], Quantised]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
