@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from chairlift.bench.live import Shared, measure, with_shared
+
 app = typer.Typer(
     help="Measure a server: any that speaks the OpenAI API, or Ollama's.",
     no_args_is_help=True,
@@ -17,3 +19,37 @@ app = typer.Typer(
 )
 
 Url = Annotated[str, typer.Argument(help="Where the server is, like http://127.0.0.1:8000; /v1 may follow.")]
+
+
+@app.command()
+@with_shared
+def stream(
+    shared: Shared,
+    url: Url,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each kind.")] = 20,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 256,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Words of each prompt; about as many tokens.")] = 128,
+) -> None:
+    """Does streaming make it faster? The same work streamed and not, in turns."""
+    from chairlift.bench.stream import StreamRun
+
+    run = StreamRun(url, shared, requests, tokens, prompt_tokens)
+    measure(shared.output, run.work, run.report)
+
+
+@app.command()
+@with_shared
+def proxy(
+    shared: Shared,
+    url: Url,
+    through: Annotated[
+        str | None, typer.Option(metavar="URL", help="The same server through the proxy; URL is then the direct way.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Streams to look at, each address.")] = 3,
+    tokens: Annotated[int, typer.Option(min=32, help="Tokens of each; a large buffer needs many.")] = 400,
+) -> None:
+    """Is something between the server and here gathering the stream, or late to pass it on?"""
+    from chairlift.bench.proxy import ProxyRun
+
+    run = ProxyRun(url, through, shared, requests, tokens)
+    measure(shared.output, run.work, run.report)

@@ -1,0 +1,388 @@
+"""`chairlift bench stream`: does streaming make it faster? The same work streamed and not, in turns, and what follows.
+
+    E2E = TTFT + (N - 1) x TPOT + what comes after the last token
+
+Pairs swap their order each time (streamed first, then last), so that a machine that slows down during the run favours
+neither. Every prompt is new to the server's prefix cache.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from chairlift.bench import gather, probe
+from chairlift.bench.client import Client, Clock, Target, connect
+from chairlift.bench.live import machine_note
+from chairlift.bench.probe import Engine, Mean
+from chairlift.bench.report import Cell, Chart, Column, Report, Series, Table
+from chairlift.bench.sample import Sample
+from chairlift.bench.workload import Lengths, Workload
+
+if TYPE_CHECKING:
+    from chairlift.bench.live import Live, Shared
+
+Dial = Callable[[str, "Shared", Clock], AbstractAsyncContextManager[Client]]
+
+NOT_EXPORTED = "not exported"
+NOT_MEASURABLE = "not measurable without streaming"
+ALIKE = 0.03
+"""E2E within this part of each other is the same."""
+LATE_S = 3.0
+LATE_PART = 0.5
+"""A first token that comes after so many seconds, or after such a part of the whole, is late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One request, and what the engine counted meanwhile."""
+
+    sample: Sample
+    engine: Engine
+
+
+@dataclass
+class Mode:
+    """All trials of one kind."""
+
+    name: str
+    is_streamed: bool
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def answered(self) -> list[Sample]:
+        """Those that were answered in full."""
+        return [trial.sample for trial in self.trials if trial.sample.is_ok]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine's figures of the answered, together."""
+        return probe.total([trial.engine for trial in self.trials if trial.sample.is_ok])
+
+    def median_of(self, figure: Callable[[Sample], float | None]) -> float | None:
+        """Median of a figure over the answered; None where it is unknown for all."""
+        values = [value for value in map(figure, self.answered) if value is not None]
+        return median(values) if values else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Median E2E at the client."""
+        return self.median_of(lambda sample: sample.e2e_s)
+
+    @property
+    def first_output_s(self) -> float | None:
+        """When there is something to read: the first visible piece, or all of it."""
+        return self.median_of(lambda sample: sample.first_visible_s) if self.is_streamed else self.e2e_s
+
+
+@dataclass
+class StreamRun:
+    """The command: its work, and the report on what there is so far."""
+
+    url: str
+    shared: Shared
+    num_requests: int
+    num_tokens: int
+    num_prompt_tokens: int
+    dial: Dial = connect
+    clock: Clock = field(default_factory=Clock)
+    target: Target = field(init=False)
+    streamed: Mode = field(default_factory=lambda: Mode("streamed", True))
+    whole: Mode = field(default_factory=lambda: Mode("not streamed", False))
+
+    def __post_init__(self) -> None:
+        self.target = Target(self.url)
+
+    async def work(self, live: Live) -> None:
+        """Asks in pairs whose order swaps, after one of each that does not count."""
+        prompts, output = Lengths("fixed", self.num_prompt_tokens), Lengths("fixed", self.num_tokens)
+        work = Workload(prompts, output, salt=secrets.token_hex(8))
+        async with self.dial(self.url, self.shared, self.clock) as client:
+            self.target = client.target
+            for is_streamed in (True, False):
+                await client.ask("Hello", 2, is_streamed=is_streamed)
+            for i in range(2 * self.num_requests):
+                is_swapped = i // 2 % 2 == 1
+                mode = self.streamed if (i % 2 == 0) != is_swapped else self.whole
+                live.at(i, 2 * self.num_requests, f"request {i + 1} of {2 * self.num_requests}, {mode.name}")
+                before = await probe.read(client)
+                sample = await client.ask(work.job(i).prompt, self.num_tokens, is_streamed=mode.is_streamed, index=i)
+                mode.trials.append(Trial(sample, await probe.settled(client, before)))
+
+    @property
+    def modes(self) -> tuple[Mode, Mode]:
+        """Streamed, and not."""
+        return self.streamed, self.whole
+
+    def report(self) -> Report:
+        """The table, and what it means."""
+        return Report(
+            command="bench stream",
+            title=f"Streamed or not: {self.num_requests} x {self.num_tokens} tokens, {self.target.model or 'a model'} "
+            f"at {self.target.base}, one request at a time",
+            tables=[_times(self.modes), _identity(self.modes)],
+            verdict=_verdict(self.streamed, self.whole),
+            warnings=_warnings(self.modes, self.num_tokens, self.target),
+            notes=[machine_note(self.url), f"Server: {self.target.kind}, asked over {self.target.api}."],
+            data={"server": str(self.target.kind), **{mode.name: _data(mode) for mode in self.modes}},
+            charts=_charts(self.streamed, self.whole),
+        )
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _times(modes: Sequence[Mode]) -> Table:
+    columns = [Column("figure", align="left"), Column("unit", align="left"), *(Column(mode.name) for mode in modes)]
+    rows: list[list[Cell]] = [
+        ["requests answered", "", *(f"{len(mode.answered)} of {len(mode.trials)}" for mode in modes)],
+        ["tokens by usage, median", "", *(mode.median_of(lambda s: s.num_output_tokens) for mode in modes)],
+        ["client: first output, median", "s", *(mode.first_output_s for mode in modes)],
+        ["client: first token (TTFT), median", "s", modes[0].median_of(lambda s: s.first_token_s), NOT_MEASURABLE],
+        ["client: E2E, median", "s", *(mode.e2e_s for mode in modes)],
+        ["client: E2E, least to most", "s", *(_range([s.e2e_s for s in mode.answered]) for mode in modes)],
+        ["engine: TTFT, mean", "s", *(_shown(mode.engine.ttft) for mode in modes)],
+        ["engine: E2E, mean", "s", *(_shown(mode.engine.e2e) for mode in modes)],
+        ["engine: queue wait, mean", "s", *(_shown(mode.engine.queue) for mode in modes)],
+        ["engine: prefill, mean", "s", *(_per_request(mode, mode.engine.prefill_s) for mode in modes)],
+        ["engine: decode, mean", "s", *(_per_request(mode, mode.engine.decode_s) for mode in modes)],
+    ]
+    note = (
+        "The engine's figures are differences of /metrics. Its clock and the client's begin and end at other moments: "
+        "compare them by order of magnitude only."
+    )
+    return Table("Times", columns, rows, note)
+
+
+def _shown(mean: Mean | None) -> Cell:
+    return NOT_EXPORTED if mean is None else mean.mean_s
+
+
+def _per_request(mode: Mode, sum_s: float | None) -> Cell:
+    return NOT_EXPORTED if sum_s is None or not mode.answered else sum_s / len(mode.answered)
+
+
+def _range(values: Sequence[float]) -> Cell:
+    return f"{min(values):.3g} to {max(values):.3g}" if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """E2E = TTFT + (N - 1) x TPOT + residual, in seconds."""
+
+    clock: str
+    e2e_s: float
+    ttft_s: float
+    num_tokens: float
+    tpot_s: float
+
+    @property
+    def residual_s(self) -> float:
+        """What the two terms leave unexplained."""
+        return self.e2e_s - self.ttft_s - (self.num_tokens - 1) * self.tpot_s
+
+
+def client_identity(mode: Mode) -> Identity | None:
+    """Means at the client over streams that have every term; None without any."""
+    terms = [
+        (sample.e2e_s, sample.first_token_s, sample.num_output_tokens, sample.tpot_s)
+        for sample in mode.answered
+        if sample.first_token_s is not None and sample.num_output_tokens is not None and sample.tpot_s is not None
+    ]
+    if not terms:
+        return None
+    # (N - 1) x TPOT is summed before it is divided: with lengths that differ, the product of means is another number.
+    e2e, ttft, tokens, _ = (sum(filter(None, column)) / len(terms) for column in zip(*terms, strict=True))
+    decode = sum((n - 1) * tpot for _, _, n, tpot in terms if n is not None and tpot is not None) / len(terms)
+    return Identity(f"client, {mode.name}", e2e, ttft, tokens, decode / (tokens - 1))
+
+
+def engine_identity(mode: Mode) -> Identity | None:
+    """Means of the engine's own histograms; None where one is not exported."""
+    engine = mode.engine
+    means = [mean.mean_s for mean in (engine.e2e, engine.ttft, engine.tpot) if mean is not None]
+    known = [mean for mean in means if mean is not None]
+    if len(known) < 3 or engine.num_output_tokens is None or engine.e2e is None:
+        return None
+    return Identity(f"engine, {mode.name}", known[0], known[1], engine.num_output_tokens / engine.e2e.num, known[2])
+
+
+def _identity(modes: Sequence[Mode]) -> Table:
+    columns = [
+        Column("clock", align="left"),
+        Column("E2E", "s"),
+        Column("TTFT", "s"),
+        Column("N - 1"),
+        Column("TPOT", "ms"),
+        Column("residual", "s"),
+        Column("residual", "% of E2E"),
+    ]
+    found = [client_identity(modes[0]), *(engine_identity(mode) for mode in modes)]
+    names = [f"client, {modes[0].name}", *(f"engine, {mode.name}" for mode in modes)]
+    rows: list[list[Cell]] = []
+    for name, each in zip(names, found, strict=True):
+        if each is None:
+            rows.append([name, *[NOT_EXPORTED if name.startswith("engine") else None] * 6])
+        else:
+            part = 100 * each.residual_s / each.e2e_s if each.e2e_s else None
+            terms = [each.e2e_s, each.ttft_s, each.num_tokens - 1, each.tpot_s * 1e3, each.residual_s, part]
+            rows.append([name, *terms])
+    note = "Means. What is left at the client is the time from the last token to the end of the stream."
+    return Table("E2E = TTFT + (N - 1) x TPOT + residual", columns, rows, note)
+
+
+# -- verdict ----------------------------------------------------------------------------------------------------------
+
+
+def _verdict(streamed: Mode, whole: Mode) -> list[str]:
+    if not streamed.answered or not whole.answered:
+        return ["Nothing to compare: one of the two has no full answer."]
+    e2e_s, whole_s, first_s = streamed.e2e_s, whole.e2e_s, streamed.first_output_s
+    assert e2e_s is not None
+    assert whole_s is not None
+    lines = [
+        "Streaming does not make the model faster: the whole answer takes "
+        f"{_seconds(e2e_s)} streamed and {_seconds(whole_s)} not. {_compared(pair_ratios(streamed, whole))}"
+    ]
+    if first_s is None:
+        return [*lines, "The streams brought nothing visible: reasoning only, or empty answers."]
+    lines.append(
+        f"It moves the moment of first value by {_times_word(whole_s / first_s)}: something to read after "
+        f"{_seconds(first_s)} instead of {_seconds(whole_s)}."
+    )
+    lines.append(
+        "The client's and the engine's figures come from two clocks that begin and end at other moments: they agree by "
+        "order of magnitude, and no more should be read into them."
+    )
+    return [*lines, *_where_it_cannot_help(streamed, first_s, e2e_s)]
+
+
+def _compared(ratios: Sequence[float]) -> str:
+    """What the pairs say of E2E; a difference that goes both ways is called noise."""
+    if not ratios:
+        return "No pair was answered on both sides."
+    low, middle, high = min(ratios), median(ratios), max(ratios)
+    said = f"Pair by pair streamed takes {middle:.2f} times as long ({low:.2f} to {high:.2f})"
+    if len(ratios) >= 3 and (low > 1 + ALIKE or high < 1 - ALIKE):
+        return (
+            f"{said}, each time {'more' if low > 1 else 'less'}: what differs is the server's or the way's cost of it."
+        )
+    if abs(middle - 1) > ALIKE:
+        return f"{said}: both ways, so that is noise."
+    return f"{said}: the same."
+
+
+def _where_it_cannot_help(streamed: Mode, first_s: float, e2e_s: float) -> list[str]:
+    """The three cases, each with whether it applies here."""
+    is_late = first_s >= LATE_S or first_s >= LATE_PART * e2e_s
+    found = gather.diagnose(streamed.answered)
+    if found.is_gathered:
+        between = (
+            f"applies here: pieces arrive in bursts ({found.pattern}); `chairlift bench proxy` says what and where"
+        )
+    elif found.pattern is gather.Pattern.UNKNOWN:
+        between = "not known here: too few pieces; `chairlift bench proxy` looks closer"
+    else:
+        between = "does not apply here: pieces arrive one by one"
+    share = f"the first output comes after {_seconds(first_s)}, {100 * first_s / e2e_s:.0f} % of the whole"
+    return [
+        f"Streaming cannot help where the first token is late already: "
+        f"{'applies' if is_late else 'does not apply'} here, {share}.",
+        "Nor where the reader is a program that needs all of it (JSON, a tool's arguments, a script): "
+        "you know, this tool cannot.",
+        f"Nor where something in between gathers: {between}.",
+    ]
+
+
+def pair_ratios(streamed: Mode, whole: Mode) -> list[float]:
+    """E2E streamed / not, of pairs that were both answered."""
+    pairs = zip(streamed.trials, whole.trials, strict=False)
+    return [a.sample.e2e_s / b.sample.e2e_s for a, b in pairs if a.sample.is_ok and b.sample.is_ok and b.sample.e2e_s]
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _times_word(factor: float) -> str:
+    return f"{factor:.1f} times" if factor < 10 else f"{factor:.0f} times"
+
+
+# -- what makes it doubtful, and the rest -----------------------------------------------------------------------------
+
+
+def _warnings(modes: Sequence[Mode], num_tokens: int, target: Target) -> list[str]:
+    lines = []
+    for mode in modes:
+        failed = [trial.sample for trial in mode.trials if not trial.sample.is_ok]
+        if failed:
+            causes = ", ".join(sorted({str(sample.failure) for sample in failed}))
+            lines.append(
+                f"{mode.name}: {len(failed)} of {len(mode.trials)} failed ({causes}); all figures leave them out."
+            )
+        lengths = [sample.num_output_tokens for sample in mode.answered]
+        wrong = [length for length in lengths if length is not None and length != num_tokens]
+        if wrong:
+            why = "" if target.can_fix_length else "; this server cannot be told to go on"
+            lines.append(f"{mode.name}: {len(wrong)} answers have other than {num_tokens} tokens{why}.")
+        if None in lengths:
+            lines.append(f"{mode.name}: the server does not count tokens (usage); lengths are unknown.")
+        lines += _about_engine(mode)
+    return lines
+
+
+def _about_engine(mode: Mode) -> list[str]:
+    lines = []
+    engine = mode.engine
+    if engine.was_restarted:
+        lines.append(f"{mode.name}: the server's counters went back: it was restarted during the run.")
+    if engine.e2e is not None and engine.e2e.num != len(mode.answered):
+        lines.append(
+            f"{mode.name}: the engine ended {engine.e2e.num} requests during {len(mode.answered)} of ours: somebody "
+            "else uses this server, and is in its figures."
+        )
+    per_event = mode.median_of(lambda sample: sample.tokens_per_event)
+    if per_event is not None and per_event > 1.05:
+        lines.append(f"{mode.name}: a piece holds {per_event:.1f} tokens; gaps are between pieces.")
+    hits, prompts = engine.num_prefix_hits, engine.num_prefix_queries
+    if hits and prompts and hits > 0.5 * prompts:
+        lines.append(
+            f"{mode.name}: the prefix cache had {100 * hits / prompts:.0f} % of the prompts: TTFT is flattered."
+        )
+    return lines
+
+
+def _data(mode: Mode) -> dict[str, Any]:
+    engine = mode.engine
+    return {
+        "num_requests": len(mode.trials),
+        "num_answered": len(mode.answered),
+        "failures": [sample.failure for sample in (trial.sample for trial in mode.trials) if not sample.is_ok],
+        "first_output_s": [s.first_visible_s if mode.is_streamed else s.e2e_s for s in mode.answered],
+        "e2e_s": [sample.e2e_s for sample in mode.answered],
+        "num_output_tokens": [sample.num_output_tokens for sample in mode.answered],
+        "engine_ttft_s": None if engine.ttft is None else engine.ttft.mean_s,
+        "engine_e2e_s": None if engine.e2e is None else engine.e2e.mean_s,
+        "engine_queue_s": None if engine.queue is None else engine.queue.mean_s,
+        "residuals_s": {
+            each.clock: each.residual_s for each in (client_identity(mode), engine_identity(mode)) if each is not None
+        },
+    }
+
+
+def _charts(streamed: Mode, whole: Mode) -> list[Chart]:
+    firsts = [sample.first_visible_s for sample in streamed.answered if sample.first_visible_s is not None]
+    gaps = [gap for sample in streamed.answered for gap in sample.itl_s]
+    moments = [
+        Series("streamed: first output", firsts),
+        Series("streamed: all of it", [sample.e2e_s for sample in streamed.answered]),
+        Series("not streamed: all of it", [sample.e2e_s for sample in whole.answered]),
+    ]
+    charts = [Chart("cdf", "When there is something to read", "s", "share of requests", moments, log_x=True)]
+    if gaps:
+        charts.append(Chart("cdf", "Gaps between pieces", "s", "share of gaps", [Series("streamed", gaps)]))
+    return charts
