@@ -370,6 +370,13 @@ def load(flags: Mapping[str, object] | None = None, environ: Mapping[str, str] |
     return Config(**values)
 
 
+def environment_without_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a server that is to have only the settings on its command line, and no service manager."""
+    env = os.environ if environ is None else environ
+    ours = ("NOTIFY_SOCKET", *(name for name in env if name.startswith(ENV_PREFIX)))
+    return {name: value for name, value in env.items() if name not in ours}
+
+
 def notify_socket(environ: Mapping[str, str] | None = None) -> str | None:
     """Where a service manager wants to be told that the server is ready (sd_notify(3)); None where none listens."""
     return (os.environ if environ is None else environ).get("NOTIFY_SOCKET")

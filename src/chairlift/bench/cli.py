@@ -12,6 +12,11 @@ import typer
 
 from chairlift.bench.live import Shared, measure, with_shared
 
+
+@app.command()
+from chairlift.bench.live import measure, with_output
+from chairlift.bench.report import Output
+
 app = typer.Typer(
     help="Measure a server: any that speaks the OpenAI API, or Ollama's.",
     no_args_is_help=True,
@@ -53,3 +58,21 @@ def proxy(
 
     run = ProxyRun(url, through, shared, requests, tokens)
     measure(shared.output, run.work, run.report)
+
+
+@app.command()
+@with_output
+def batching(
+    output: Output,
+    model: Annotated[str | None, typer.Argument(help="As for `serve`.", show_default="smollm2")] = None,
+    long: Annotated[int, typer.Option(min=2, help="Tokens of the long answer.")] = 1200,
+    short: Annotated[int, typer.Option(min=2, help="Tokens of a one-line answer.")] = 24,
+    num_short: Annotated[int, typer.Option("--with", min=0, help="One-line answers asked for with it.")] = 4,
+    num_late: Annotated[int, typer.Option("--late", min=0, help="And while it is written.")] = 3,
+    sizes: Annotated[list[int] | None, typer.Option(min=1, help="Size of a static batch; again for more.")] = None,
+) -> None:
+    """Serial, static and continuous batching on this machine, one server for each: who waits for whom."""
+    from chairlift.bench.batching import SIZES, Batching, Load
+
+    run = Batching(model, Load(long, short, num_short, num_late), sizes or SIZES)
+    measure(output, run.work, run.report)

@@ -136,7 +136,7 @@ class Client:
 
     async def _exchange(self, payload: bytes, ask: Ask, answer: Answer) -> tuple[float | None, _Outcome]:
         url = self.target.base + self.target.api.path
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json"} | ({"x-request-id": ask.request_id} if ask.request_id else {})
         async with self.session.post(url, data=payload, headers=headers, allow_redirects=False) as response:
             if response.status != 200:
                 return None, await _refusal(response)

@@ -84,6 +84,7 @@ class Ask:
     is_streamed: bool = True
     is_exact: bool = True
     has_stamps: bool = False
+    request_id: str = ""  # sent as X-Request-Id, to find it in a server's log
 
     def body(self, target: Target) -> dict[str, Any]:
         """The JSON of the request, in the server's own words; greedy, so that it can be repeated."""
