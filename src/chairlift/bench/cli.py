@@ -10,11 +10,7 @@ from typing import Annotated
 
 import typer
 
-from chairlift.bench.live import Shared, measure, with_shared
-
-
-@app.command()
-from chairlift.bench.live import measure, with_output
+from chairlift.bench.live import Shared, measure, with_output, with_shared
 from chairlift.bench.report import Output
 
 app = typer.Typer(
