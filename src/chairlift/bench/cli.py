@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from chairlift.bench.live import Shared, measure, with_output, with_shared
+from chairlift.bench.options import ArrivalFlags, WorkFlags, with_arrivals, with_work
 from chairlift.bench.report import Output
 
 app = typer.Typer(
@@ -72,3 +73,63 @@ def batching(
 
     run = Batching(model, Load(long, short, num_short, num_late), sizes or SIZES)
     measure(output, run.work, run.report)
+
+
+Urls = Annotated[list[str], typer.Argument(help="Two servers or more; the first is what the others are compared to.")]
+
+_HONEST = (
+    "Latency counts from the moment at which a request was due, so that waiting in the client is not hidden. Every run "
+    "warms up until steady, asks in words that no cache has seen, repeats nothing, and says what makes it doubtful. "
+)
+_SPREADS = (
+    "In the JSON, a spread is num, mean, p50, p95, p99 and max in seconds, for ttft_s, visible_s, itl_s, tpot_s, e2e_s "
+    "and dispatch_s; beside them stand stalls, capacity (tokens/s), failures by cause, goodput, little (users / (think "
+    "+ latency)), cache_hit_rate and doubts by name."
+)
+
+
+@app.command(epilog=f"{_HONEST}{_SPREADS} All of that is in `data`.")
+@with_shared
+@with_work
+@with_arrivals
+def load(shared: Shared, work: WorkFlags, arrivals: ArrivalFlags, url: Url) -> None:
+    """Latency, stalls, capacity and failures under a load: users who think, a rate, or so many requests at once."""
+    from chairlift.bench import single
+
+    single.load(shared, work.wanted(shared.seed, arrivals.arrivals(work.thinking), arrivals.trace), url)
+
+
+Users = Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of users, ascending.", rich_help_panel="Load")]
+
+
+@app.command(
+    epilog=f"{_HONEST}{_SPREADS} `data.steps` has one such for each number of users; data.knee_users the knee."
+)
+@with_shared
+@with_work
+def steps(shared: Shared, work: WorkFlags, url: Url, users: Users = "1,2,5,10,20") -> None:
+    """What changes with more people: the same work for 1, 2, 5, 10, 20 users, and the knee beyond which they queue."""
+    from chairlift.bench import steps as module
+
+    module.steps(shared, work.steps(shared.seed, module.parse_users(users)), url)
+
+
+Rounds = Annotated[int, typer.Option(min=1, max=100, help="Turns of every server.", rich_help_panel="Measuring")]
+
+
+@app.command(
+    epilog=f"{_HONEST}{_SPREADS} `data.servers` has one such for each server and round; data.ratios the ratios of each "
+    "round, their median, and whether all rounds agree (is_told_apart)."
+)
+@with_shared
+@with_work
+@with_arrivals
+def compare(shared: Shared, work: WorkFlags, arrivals: ArrivalFlags, urls: Urls, rounds: Rounds = 3) -> None:
+    """The same work in turns against several servers, round by round; ratios with their spread."""
+    from chairlift.bench import compare as module
+    from chairlift.errors import ConfigError
+
+    if len(urls) < 2:
+        raise ConfigError("compare needs two servers", hint="chairlift bench compare URL URL")
+    wanted = work.wanted(shared.seed, arrivals.arrivals(work.thinking), arrivals.trace)
+    module.compare(shared, wanted, urls, rounds)

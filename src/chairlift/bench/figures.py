@@ -1,0 +1,205 @@
+"""The outcome of a run as tables, charts and sentences. No figure stands without the number of values behind it."""
+
+from __future__ import annotations
+
+import math
+
+from chairlift.bench.load import Shot
+from chairlift.bench.report import Cell, Chart, Column, Lane, Series, Span, Table, number
+from chairlift.bench.stats import Spread, Summary
+from chairlift.bench.trial import Outcome, slo_text
+from chairlift.bench.workload import Closed
+
+MAX_LANES = 60
+
+
+def latencies(outcome: Outcome) -> Table:
+    """What each user feels."""
+    summary = outcome.summary
+    rows = [
+        _spread_row("TTFT", summary.ttft),
+        _spread_row("first visible output", summary.visible),
+        _spread_row("ITL", summary.itl),
+        _spread_row("TPOT", summary.tpot),
+        _spread_row("E2E", summary.e2e),
+    ]
+    if summary.num_ok < summary.num_requests:
+        rows.append(_spread_row("E2E, a failure as never", summary.e2e_with_failures))
+    rows.append(_spread_row("dispatch delay (client)", summary.dispatch))
+    rows.append(["queue (engine)", None, outcome.queue_s, None, None, None, None])
+    columns = [Column("", align="left"), Column("values")]
+    columns += [Column(title, "s") for title in ("mean", "p50", "p95", "p99", "max")]
+    title = f"What each request felt ({summary.num_ok} answered of {summary.num_requests})"
+    return Table(title, columns, rows, _latency_note(outcome))
+
+
+def _spread_row(name: str, spread: Spread | None) -> list[Cell]:
+    if spread is None:
+        return [name, 0, None, None, None, None, None]
+    p95 = "= max" if spread.is_max(95) else _figure(spread.p95)
+    p99 = "= max" if spread.is_max(99) else _figure(spread.p99)
+    return [name, spread.num, _figure(spread.mean), _figure(spread.p50), p95, p99, _figure(spread.max)]
+
+
+def _figure(value: float) -> Cell:
+    return value if math.isfinite(value) else "never"
+
+
+def _latency_note(outcome: Outcome) -> str:
+    summary = outcome.summary
+    origin = "the end of the user's thinking" if isinstance(outcome.wanted.arrivals, Closed) else "the scheduled moment"
+    said = [
+        f"From {origin} on; percentiles are observed values (nearest rank), '= max' where there are too few of them."
+    ]
+    if not summary.is_streamed:
+        said.append("TTFT, ITL and TPOT are not measurable without streaming.")
+    if outcome.queue_s is None:
+        said.append("The engine's queue wait is not exported.")
+    return " ".join(said)
+
+
+def capacity(outcome: Outcome) -> Table:
+    """What the server got through, with what it could at most."""
+    summary, ceiling = outcome.summary, outcome.subject.ceiling
+    rates, little = summary.rates, summary.little
+    rows: list[list[Cell]] = [
+        ["output tokens/s", rates.output_tokens, ceiling and ceiling * rates.in_flight, "in flight x one stream's"],
+        ["prompt tokens/s", rates.prompt_tokens, None, ""],
+        ["total tokens/s", rates.total_tokens, None, ""],
+        [
+            "answers/s",
+            rates.requests,
+            None if little is None else little.expected_per_s,
+            "users / (think + latency)" if little else "",
+        ],
+        ["in flight, mean", rates.in_flight, bound(outcome), "users" if little else "--max-in-flight"],
+        ["one stream's tokens/s, median", stream_rate(outcome), ceiling, "memory bandwidth / bytes read for a token"],
+    ]
+    columns = [Column("", align="left"), Column("measured"), Column("ceiling"), Column("which is", align="left")]
+    note = "Capacity is what all requests got together; one user feels the last line."
+    if ceiling is None:
+        note += " The server does not tell its memory bandwidth, so there is no ceiling for its streams."
+    return Table("Capacity", columns, [[*row[:3], row[3] if row[2] is not None else ""] for row in rows], note)
+
+
+def stream_rate(outcome: Outcome) -> float | None:
+    """Tokens/s of the median stream; None where it is not known."""
+    tpot = outcome.summary.tpot
+    return None if tpot is None or not tpot.p50 else 1 / tpot.p50
+
+
+def bound(outcome: Outcome) -> int:
+    """Most requests that can be under way: one a user, or what the generator allows."""
+    arrivals = outcome.wanted.arrivals
+    return arrivals.users if isinstance(arrivals, Closed) else outcome.wanted.limits.max_in_flight
+
+
+def facts(outcome: Outcome) -> Table:
+    """What was asked, and what became of it."""
+    summary, workload = outcome.summary, outcome.wanted.workload
+    engine, stalls = outcome.engine, summary.stalls
+    rows: list[list[Cell]] = [
+        ["answered", summary.num_ok, f"of {summary.num_requests} measured"],
+        *_failures(summary),
+        ["refused (503)", summary.num_refused, ""],
+        ["prompt tokens, mean", _mean(summary.prompt_tokens), _asked(summary.prompt_asked)],
+        ["output tokens, mean", _mean(summary.output_tokens), _asked(summary.output_asked)],
+        ["answers shorter than asked", summary.num_short, f"of {summary.num_ok}"],
+        ["prompt tokens from the prefix cache", _percent(summary.cache_hit_rate), _shared(workload.shared_share)],
+        ["stalls", stalls.num, f"in {stalls.num_streams_hit} of {stalls.num_streams} streams"],
+        ["longest stall, s", stalls.longest_s or None, "a gap over 1 s and over 4 x its stream's median"],
+        ["preemptions", None if engine is None else engine.num_preemptions, _exported(engine is not None)],
+    ]
+    if summary.goodput is not None:
+        share = _percent(summary.goodput.share)
+        rows.append([f"goodput: {slo_text(summary.goodput.slo)}", share, f"{number(summary.goodput.per_s)} requests/s"])
+    return Table("What was asked and what came", [Column("", align="left"), Column(""), Column("", align="left")], rows)
+
+
+def _failures(summary: Summary) -> list[list[Cell]]:
+    return [[f"failed: {cause}", count, ""] for cause, count in summary.failures.items()]
+
+
+def _mean(spread: Spread | None) -> Cell:
+    return None if spread is None else round(spread.mean, 1)
+
+
+def _asked(spread: Spread | None) -> str:
+    return "" if spread is None else f"asked: {spread.mean:.1f}"
+
+
+def _percent(share: float | None) -> Cell:
+    return None if share is None else f"{share:.1%}"
+
+
+def _shared(share: float) -> str:
+    return f"up to {share:.1%} is the workload's own (template, shared prefix)"
+
+
+def _exported(is_exported: bool) -> str:
+    return "" if is_exported else "not exported"
+
+
+def verdict(outcome: Outcome) -> list[str]:
+    """What the figures mean, in sentences."""
+    summary = outcome.summary
+    if not summary.num_ok or summary.e2e is None:
+        return ["Nothing was answered: there are no latencies."]
+    said = []
+    if summary.visible is not None:
+        said.append(
+            f"Half of the answers began within {number(summary.visible.p50)} s, the slowest after "
+            f"{number(summary.visible.max)} s; half were complete within {number(summary.e2e.p50)} s."
+        )
+    if summary.num_ok < summary.num_requests:
+        missed = summary.num_requests - summary.num_ok
+        said.append(f"{missed} of {summary.num_requests} people got no answer, and no percentile above speaks of them.")
+    if summary.stalls.num:
+        said.append(
+            f"{summary.stalls.num_streams_hit} of {summary.stalls.num_streams} streams stalled, the longest for "
+            f"{number(summary.stalls.longest_s)} s: their readers think that it hangs."
+        )
+    if summary.goodput is not None:
+        said.append(f"{summary.goodput.share:.0%} of the requests kept {slo_text(summary.goodput.slo)}.")
+    return said
+
+
+def notes(outcome: Outcome) -> list[str]:
+    """What must be known to repeat it."""
+    warm_up, workload = outcome.window.warm_up, outcome.wanted.workload
+    lengths = f"prompts of {workload.prompt} tokens, answers of {workload.output}"
+    if workload.trace:
+        lengths = f"a trace of {len(workload.trace)} requests"
+    return [
+        f"Load: {outcome.wanted.arrivals}; {lengths}; seed {workload.seed}, salt {workload.salt or 'none'}.",
+        f"Warm-up: {warm_up.num_requests} requests, {warm_up.rule}; no pause before the window of "
+        f"{outcome.window.seconds:.1f} s. Latencies are of the requests due in it, tokens/s of all that arrived in it.",
+    ]
+
+
+def charts(outcome: Outcome) -> list[Chart]:
+    """Distributions and the timeline."""
+    good = [shot.sample for shot in outcome.window.measured if shot.sample.is_ok]
+    ttft = [value for sample in good if (value := sample.first_token_s) is not None]
+    gaps = [gap for sample in good for gap in sample.itl_s]
+    drawn = []
+    if ttft:
+        drawn.append(Chart("cdf", "TTFT", "TTFT, s", "share of the answers", [Series("TTFT", ttft)]))
+    if gaps:
+        drawn.append(Chart("cdf", "ITL", "ITL, s", "share of the gaps", [Series("ITL", gaps)], log_x=min(gaps) > 0))
+    lanes = [_lane(shot, outcome.window.begin_s) for shot in outcome.window.measured[:MAX_LANES]]
+    if lanes:
+        drawn.append(Chart("timeline", "The measured requests", "s from the window's begin", "request", lanes=lanes))
+    return drawn
+
+
+def _lane(shot: Shot, begin_s: float) -> Lane:
+    """Seen from outside, waiting for a slot and prefill are one."""
+    sample = shot.sample
+    first = sample.token_times[0] if sample.token_times else sample.ended_s
+    spans = [
+        Span("queued", sample.scheduled_s - begin_s, sample.started_s - begin_s),
+        Span("prefill", sample.started_s - begin_s, first - begin_s),
+        Span("decode" if sample.is_ok else "failed", first - begin_s, sample.ended_s - begin_s),
+    ]
+    return Lane(str(shot.job.index), [span for span in spans if span.end_s > span.start_s])
