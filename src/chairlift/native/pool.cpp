@@ -62,8 +62,8 @@ Pool::~Pool() { stop_workers(); }
 
 void Pool::stop_workers() {
     stop_.store(true);
-    bell_.fetch_add(1);
-    bell_.notify_all();
+    bell_.value.fetch_add(1);
+    bell_.wake();
     for (std::thread& worker : workers_) worker.join();
 }
 
@@ -84,20 +84,17 @@ void Pool::run_shared(int first_chunk, int num_chunks, Call call, void* context)
     context_.store(context, std::memory_order_relaxed);
     first_chunk_.store(first_chunk, std::memory_order_relaxed);
     failed_.store(false, std::memory_order_relaxed);
-    unfinished_.store(num_chunks, std::memory_order_relaxed);
+    unfinished_.value.store(static_cast<std::uint32_t>(num_chunks), std::memory_order_relaxed);
     const std::uint64_t generation = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
     const std::uint64_t ticket = generation << 32 | static_cast<std::uint64_t>(num_chunks) << 16;
     ticket_.store(ticket, std::memory_order_release);
-    bell_.fetch_add(1, std::memory_order_release);
-    bell_.notify_all();
+    bell_.value.fetch_add(1);
+    bell_.wake();
 
     work(ticket);
-    const auto all_done = [this] { return unfinished_.load(std::memory_order_acquire) == 0; };
-    if (!spin_until(all_done)) {
-        for (int left = unfinished_.load(std::memory_order_acquire); left != 0;
-                  left = unfinished_.load(std::memory_order_acquire)) {
-            unfinished_.wait(left, std::memory_order_acquire);
-        }
+    const auto num_left = [this] { return unfinished_.value.load(std::memory_order_acquire); };
+    if (!spin_until([&] { return num_left() == 0; })) {
+        for (std::uint32_t left = num_left(); left != 0; left = num_left()) unfinished_.park(left);
     }
     if (failed_.load(std::memory_order_relaxed)) std::rethrow_exception(std::exchange(error_, nullptr));
 }
@@ -129,7 +126,7 @@ void Pool::work(std::uint64_t ticket) {
                 keep_first_error();
             }
         }
-        if (unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) unfinished_.notify_one();
+        if (unfinished_.value.fetch_sub(1) == 1) unfinished_.wake();
         ticket = ticket_.load(std::memory_order_acquire);
     }
 }
@@ -142,9 +139,9 @@ void Pool::serve() {
     std::uint32_t heard = 0;
     while (!stop_.load()) {
         work(ticket_.load(std::memory_order_acquire));
-        const auto rung = [&] { return bell_.load(std::memory_order_acquire) != heard; };
-        if (!spin_until(rung)) bell_.wait(heard, std::memory_order_acquire);
-        heard = bell_.load(std::memory_order_acquire);
+        const auto bell = [this] { return bell_.value.load(std::memory_order_acquire); };
+        if (!spin_until([&] { return bell() != heard; })) bell_.park(heard);
+        heard = bell();
     }
 }
 

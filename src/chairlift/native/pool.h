@@ -13,6 +13,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "park.h"
+
 namespace chairlift {
 
 class Pool {
@@ -52,8 +54,8 @@ private:
     std::atomic<Call> call_{nullptr};
     std::atomic<void*> context_{nullptr};
     std::atomic<int> first_chunk_{0};
-    alignas(64) std::atomic<int> unfinished_{0};     // chunks of the job not finished; the caller waits for 0
-    alignas(64) std::atomic<std::uint32_t> bell_{0};  // rung once per job, and to stop; parked threads wait on it
+    alignas(64) Signal unfinished_;  // chunks of the job not finished; the caller waits for 0
+    alignas(64) Signal bell_;        // rung once per job, and to stop; parked threads wait on it
     std::atomic<bool> stop_{false};
     std::atomic<bool> failed_{false};
     std::exception_ptr error_;  // written by whoever set failed_, read by the caller after unfinished_ fell to 0
