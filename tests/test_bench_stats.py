@@ -17,7 +17,7 @@ from chairlift.bench.stats import Little, Slo, Spread, Stalls, Summary, percenti
 from chairlift.bench.workload import Closed, Gauge, Job, Lengths, Open, SharedPrefix, Workload
 from chairlift.errors import ConfigError
 from mock_engine import WORK, Engine, measure, sample
-from virtual import run
+from mock_llm import run_virtual as run
 
 VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=300)
 EVENLY = Open(1, is_poisson=False)
