@@ -104,8 +104,19 @@ def ending(num_output: int, num_prompt: int = 7, num_cached: int | None = None) 
 
 def paced(num_tokens: int, first_s: float, gap_s: float, *, num_prompt: int = 7) -> Script:
     """A chat of one token a chunk: role at once, the first token after `first_s`, then one every `gap_s`."""
-    tokens = [(gap_s if i else first_s, delta(content=f" {i}")) for i in range(num_tokens)]
-    return [(0.0, ROLE), *tokens, (0.0, ending(num_tokens, num_prompt))]
+    return spaced([first_s, *[gap_s] * (num_tokens - 1)], num_prompt=num_prompt)
+
+
+def spaced(gaps: Sequence[float], *, stamps_from_s: float | None = None, num_prompt: int = 7) -> Script:
+    """As `paced`, a token after each of the gaps; with send stamps that begin there, if given."""
+    script, at_s = [(0.0, ROLE)], 0.0
+    for i, gap_s in enumerate(gaps):
+        at_s += gap_s
+        value: dict[str, Any] = {"choices": [{"index": 0, "delta": {"content": f" {i:04d}"}, "finish_reason": None}]}
+        if stamps_from_s is not None:
+            value["timestamps"] = {"sent_s": stamps_from_s + at_s}
+        script.append((gap_s, sse(value)))
+    return [*script, (0.0, ending(len(gaps), num_prompt))]
 
 
 def whole(num_tokens: int, after_s: float, *, num_prompt: int = 7) -> Script:
@@ -114,6 +125,49 @@ def whole(num_tokens: int, after_s: float, *, num_prompt: int = 7) -> Script:
     counts = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens}
     value = {"choices": [{"index": 0, "message": message, "finish_reason": "length"}], "usage": counts}
     return [(after_s, json.dumps(value).encode())]
+
+
+# -- what may lie between ---------------------------------------------------------------------------------------------
+
+
+def _passed_on(moments: Sequence[tuple[float, bytes]]) -> Script:
+    """Bytes at moments, as delays."""
+    starts = [0.0, *(at_s for at_s, _ in moments)]
+    return [(at_s - before, data) for before, (at_s, data) in zip(starts, moments, strict=False)]
+
+
+def moments(script: Script) -> list[tuple[float, bytes]]:
+    """When each piece is sent, from the start."""
+    return [(sum(delay for delay, _ in script[: i + 1]), data) for i, (_, data) in enumerate(script)]
+
+
+def buffered(script: Script, num_bytes: int) -> Script:
+    """Passed on by a proxy whenever so many bytes have come, and at the end."""
+    passed, held, at_s = [], b"", 0.0
+    for at_s, data in moments(script):
+        held += data
+        while len(held) >= num_bytes:
+            passed.append((at_s, held[:num_bytes]))
+            held = held[num_bytes:]
+    return _passed_on([*passed, (at_s, held)])
+
+
+def flushed(script: Script, every_s: float) -> Script:
+    """Passed on by a proxy at fixed times."""
+    held: dict[float, bytes] = {}
+    for at_s, data in moments(script):
+        due_s = (at_s // every_s + 1) * every_s
+        held[due_s] = held.get(due_s, b"") + data
+    return _passed_on(sorted(held.items()))
+
+
+def delayed(script: Script, by_s: float) -> Script:
+    """Passed on as it came, later."""
+    (first_s, first), *others = script
+    return [(first_s + by_s, first), *others]
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -133,8 +187,6 @@ def refusal(status: int, message: str = "no", **headers: str) -> Reply:
     return Reply([(0.0, body)], status, "application/json", headers)
 
 
-# -- the server -------------------------------------------------------------------------------------------------------
-
 Answering = Callable[[int, dict[str, Any]], Reply | Script]
 """The reply to the n-th POST with that JSON."""
 
@@ -144,7 +196,8 @@ class MockLLM:
 
     def __init__(self, answer: Answering, pages: dict[str, str | Callable[[], str]] | None = None) -> None:
         self._answer = answer
-        self._pages = {"/v1/models": '{"data": [{"id": "mock", "owned_by": "somebody"}]}', **(pages or {})}
+        self.pages = {"/v1/models": '{"data": [{"id": "mock", "owned_by": "somebody"}]}', **(pages or {})}
+        self.page_headers: dict[str, str] = {}
         self.requests: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
@@ -161,12 +214,10 @@ class MockLLM:
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        method, path, _ = head[0].split()
+        method, path, version = head[0].split()
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in head[1:] if line)}
         if method == "GET":
-            page = self._pages.get(path)
-            text = page() if callable(page) else page
-            reply = refusal(404) if text is None else Reply([(0.0, text.encode())], 200, "application/json")
+            reply = self._page(path)
         else:
             request = json.loads(await reader.readexactly(int(headers["content-length"])))
             self.requests.append(request)
@@ -174,21 +225,30 @@ class MockLLM:
             self.headers.append(headers)
             made = self._answer(len(self.requests) - 1, request)
             reply = made if isinstance(made, Reply) else Reply(made)
-        return await self._play(reply, writer)
+        return await self._play(reply, writer, is_chunked=version == "HTTP/1.1")
 
-    async def _play(self, reply: Reply, writer: asyncio.StreamWriter) -> bool:
-        headers = {"content-type": reply.content_type, "transfer-encoding": "chunked", **reply.headers}
+    def _page(self, path: str) -> Reply:
+        page = self.pages.get(path)
+        text = page() if callable(page) else page
+        if text is None:
+            return refusal(404)
+        return Reply([(0.0, text.encode())], 200, "application/json", self.page_headers)
+
+    async def _play(self, reply: Reply, writer: asyncio.StreamWriter, *, is_chunked: bool) -> bool:
+        """As servers do: in chunks, but to HTTP/1.0 (nginx unless told otherwise) until the connection's end."""
+        framing = {"transfer-encoding": "chunked"} if is_chunked else {"connection": "close"}
+        headers = {"content-type": reply.content_type, **framing, **reply.headers}
         lines = [f"HTTP/1.1 {reply.status} X", *(f"{name}: {value}" for name, value in headers.items())]
         writer.write("\r\n".join([*lines, "", ""]).encode())
         for delay_s, data in reply.script:
             if delay_s:
                 await asyncio.sleep(delay_s)
-            writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+            writer.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
             await writer.drain()
-        if not reply.is_cut:
+        if is_chunked and not reply.is_cut:
             writer.write(b"0\r\n\r\n")
             await writer.drain()
-        return not reply.is_cut
+        return is_chunked and not reply.is_cut
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -199,12 +259,14 @@ class MockLLM:
                 yield path
 
     @asynccontextmanager
-    async def client(self, target: Target | None = None, **options: Any) -> AsyncIterator[Client]:
+    async def client(
+        self, target: Target | None = None, clock: Clock | None = None, **options: Any
+    ) -> AsyncIterator[Client]:
         """A client of it, in the running loop's time."""
         async with self.serving() as path:
             connector = aiohttp.UnixConnector(path, limit=0)
             chosen = target or Target("http://mock", "mock")
-            async with Client(chosen, clock=virtual_clock(), connector=connector, **options) as client:
+            async with Client(chosen, clock=clock or virtual_clock(), connector=connector, **options) as client:
                 yield client
 
 

@@ -19,7 +19,7 @@ from enum import StrEnum
 from itertools import pairwise
 from statistics import fmean, median, pstdev
 
-from chairlift.bench.sample import EventKind, Sample
+from chairlift.bench.sample import TOKENS, Sample
 
 MIN_PIECES = 16
 """Fewer say nothing about bursts."""
@@ -78,10 +78,14 @@ class _Piece:
 
 
 def _pieces(sample: Sample) -> list[_Piece]:
-    """Messages that bear tokens; the end, whose pieces are sent together, says nothing."""
-    kinds = (EventKind.REASONING, EventKind.TEXT, EventKind.TOOL)
-    found = [each for each in sample.events if each.kind in kinds and each.num_bytes]
-    return [_Piece(each.at_s, each.sent_at_s, each.num_bytes) for each in found]
+    """Messages that bear tokens, each with the bytes of others before it; the end, sent in one, is left out."""
+    found, num_bytes = [], 0
+    for event in sample.events:
+        num_bytes += event.num_bytes
+        if event.kind in TOKENS and event.num_bytes:
+            found.append(_Piece(event.at_s, event.sent_at_s, num_bytes))
+            num_bytes = 0
+    return found
 
 
 def bursts(times: Sequence[float], sizes: Sequence[int], pace_s: float) -> list[Burst]:
@@ -114,7 +118,7 @@ def diagnose(samples: Sequence[Sample]) -> Gathering:
     full = [burst for each in arrived for burst in each[:-1]] or [burst for each in arrived for burst in each]
     gaps = [b.at_s - a.at_s for each in arrived for a, b in pairwise(each[:-1])]
     if pattern is Pattern.BUFFER:
-        pattern = _buffer_or_interval([burst.num_bytes for burst in full], gaps)
+        pattern = _buffer_or_interval(full, gaps)
     num_bytes: float | None = median(burst.num_bytes for burst in full)
     if pattern is Pattern.HEAD:
         num_bytes = median(each[0].num_bytes for each in arrived)
@@ -141,11 +145,13 @@ def _pattern(
     return Pattern.CLEAN
 
 
-def _buffer_or_interval(sizes: list[int], gaps: list[float]) -> Pattern:
+def _buffer_or_interval(full: list[Burst], gaps: list[float]) -> Pattern:
     """Equal bytes or equal times: whichever varies less. At an even pace both are equal, and round figures decide."""
+    sizes = [burst.num_bytes for burst in full]
     if len(gaps) < 2:
         return Pattern.BUFFER if is_round(median(sizes)) else Pattern.EITHER
-    of_bytes, of_time = (pstdev(values) / fmean(values) + 1e-9 for values in (sizes, gaps))
+    grain = 2 / fmean(burst.num_pieces for burst in full)  # both ends of a burst are known to a piece
+    of_bytes, of_time = (pstdev(values) / fmean(values) + grain for values in (sizes, gaps))
     if of_bytes * _ALIKE < of_time:
         return Pattern.BUFFER
     if of_time * _ALIKE < of_bytes:

@@ -34,7 +34,7 @@ MIN_DELAY_S = 0.1
 
 ADVICE = {
     "nginx": "nginx: `proxy_buffering off;` in the location (or the header `X-Accel-Buffering: no` from the server), "
-    "`gzip off;` there too.",
+    "`proxy_http_version 1.1;` and `gzip off;` there too.",
     "HAProxy": "HAProxy: `option http-no-delay`, and neither `http-response wait-for-body` nor `compression` for "
     "text/event-stream.",
     "Cloudflare": "Cloudflare: Response Buffering off for the path, `Cache-Control: no-transform` from the server, or "

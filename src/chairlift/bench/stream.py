@@ -268,9 +268,8 @@ def _compared(ratios: Sequence[float]) -> str:
     low, middle, high = min(ratios), median(ratios), max(ratios)
     said = f"Pair by pair streamed takes {middle:.2f} times as long ({low:.2f} to {high:.2f})"
     if len(ratios) >= 3 and (low > 1 + ALIKE or high < 1 - ALIKE):
-        return (
-            f"{said}, each time {'more' if low > 1 else 'less'}: what differs is the server's or the way's cost of it."
-        )
+        order = "longer: so much does sending it in pieces cost here" if low > 1 else "shorter: not the model's doing"
+        return f"{said}, each time {order}."
     if abs(middle - 1) > ALIKE:
         return f"{said}: both ways, so that is noise."
     return f"{said}: the same."
@@ -321,9 +320,7 @@ def _warnings(modes: Sequence[Mode], num_tokens: int, target: Target) -> list[st
         failed = [trial.sample for trial in mode.trials if not trial.sample.is_ok]
         if failed:
             causes = ", ".join(sorted({str(sample.failure) for sample in failed}))
-            lines.append(
-                f"{mode.name}: {len(failed)} of {len(mode.trials)} failed ({causes}); all figures leave them out."
-            )
+            lines.append(f"{mode.name}: {len(failed)} of {len(mode.trials)} failed ({causes}); no figure has them.")
         lengths = [sample.num_output_tokens for sample in mode.answered]
         wrong = [length for length in lengths if length is not None and length != num_tokens]
         if wrong:
