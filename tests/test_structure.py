@@ -26,8 +26,8 @@ MAX_FUNCTION_LINES = 60
 ARRAYS_BEGIN = {"engine.batch", "engine.runner", "engine.engine", "engine.preemptions", "engine.watchdog"}
 """The engine above these is pure: no arrays, no clock, no logger."""
 
-BENCH_WITHOUT_SERVER = {"bench.shapes"}
-"""What measures no server: models to measure with."""
+BENCH_WITHOUT_SERVER = {"bench.shapes", "bench.chains", "bench.kernels"}
+"""What measures no server: models to measure with, and the kernels."""
 
 
 def name_of(path: Path) -> str:

@@ -133,3 +133,19 @@ def compare(shared: Shared, work: WorkFlags, arrivals: ArrivalFlags, urls: Urls,
         raise ConfigError("compare needs two servers", hint="chairlift bench compare URL URL")
     wanted = work.wanted(shared.seed, arrivals.arrivals(work.thinking), arrivals.trace)
     module.compare(shared, wanted, urls, rounds)
+
+
+@app.command()
+@with_output
+def kernels(
+    output: Output,
+    isa: Annotated[list[str] | None, typer.Option(help="Level; again for more.", show_default="all here")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Compute threads.", show_default="as for `serve`")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="matmul, attention, rows, sampling; again for more.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, shorter runs.")] = False,
+) -> None:
+    """Each kernel at each instruction set level on this machine, beside what memory and arithmetic units can do."""
+    from chairlift.bench.kernels import KernelRun, wanted
+
+    run = KernelRun(wanted(isa, threads, only, quick=quick))
+    measure(output, run.work, run.report)

@@ -14,6 +14,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,7 +25,7 @@ from chairlift.errors import ChairliftError
 from chairlift.models import llama, quant
 from chairlift.models.gguf import DEFAULT_ALIGNMENT, MAGIC, GGUFFile
 from chairlift.models.registry import EMBEDDING, HEAD
-from chairlift.models.spec import ModelSpec, RopeSpec
+from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
 U8 = npt.NDArray[np.uint8]
 
@@ -33,6 +34,18 @@ CHUNK_BYTES = 16 << 20
 FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
 """Weight types that can be drawn, and how `general.file_type` counts them."""
 _TYPE_NUMBERS = {kind.name: number for number, kind in quant.GGML_TYPES.items()}
+_TYPES = {kind.name: kind for kind in quant.GGML_TYPES.values()}
+_HALVES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+"""Where in a block its 16-bit scale stands, and its minimum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,24 +195,39 @@ def draw(rng: np.random.Generator, weight_type: str, extent: tuple[int, ...]) ->
     if weight_type == "F32":
         yield np.ones(extent, "<f4").view(np.uint8)
         return
-    num_blocks = int(np.prod(extent)) // quant.BLOCK
-    block_bytes = quant.bytes_of(weight_type, quant.BLOCK)
-    for start in range(0, num_blocks, CHUNK_BYTES // block_bytes):
-        count = min(CHUNK_BYTES // block_bytes, num_blocks - start)
+    kind = _TYPES[weight_type]
+    num_blocks = int(np.prod(extent)) // kind.block
+    for start in range(0, num_blocks, CHUNK_BYTES // kind.block_bytes):
+        count = min(CHUNK_BYTES // kind.block_bytes, num_blocks - start)
         yield draw_blocks(rng, weight_type, count, extent[-1] ** -0.5).reshape(-1)
 
 
 def draw_blocks(rng: np.random.Generator, weight_type: str, count: int, std: float) -> U8:
-    """(count, bytes of a block): uniform levels, their scale such that weights deviate by `std` about 0."""
-    blocks = np.frombuffer(rng.bytes(count * quant.bytes_of(weight_type, quant.BLOCK)), np.uint8).reshape(count, -1)
-    blocks = blocks.copy()
-    levels = 256 if weight_type == "Q8_0" else 16
-    scale = std / np.sqrt((levels**2 - 1) / 12)
-    # Levels are not centred on 0 in Q4_0 and Q8_0 (by half a level): signs at random take the mean away.
-    signed = scale * (1.0 - 2.0 * (blocks[:, -1:] & 1))
-    halves = np.hstack([signed, signed * -7.5]) if weight_type == "Q4_1" else signed
-    blocks[:, : 2 * halves.shape[1]] = halves.astype("<f2").view(np.uint8)
+    """(count, bytes of a block): random levels, scaled so that the weights' root mean square is `std`.
+
+    Levels need not be centred on 0: a sign for each block takes the mean away, which would add up from layer to layer.
+    """
+    block_bytes = _TYPES[weight_type].block_bytes
+    blocks = np.frombuffer(rng.bytes(count * block_bytes), np.uint8).reshape(count, block_bytes).copy()
+    signs = 1.0 - 2.0 * rng.integers(0, 2, (count, 1))
+    _set_scales(blocks, weight_type, std / _size_at_scale_1(weight_type) * signs)
     return blocks
+
+
+def _set_scales(blocks: U8, weight_type: str, scales: npt.NDArray[np.floating]) -> None:
+    """Writes a block's scale, and its minimum where it has one, (count, 1)."""
+    for at in _HALVES[weight_type]:
+        blocks[:, at : at + 2] = scales.astype("<f2").view(np.uint8)
+
+
+@cache
+def _size_at_scale_1(weight_type: str) -> float:
+    """Root mean square of random weights of a type whose scales are 1."""
+    block = _TYPES[weight_type]
+    blocks = np.random.default_rng(0).integers(0, 256, (4096, block.block_bytes), np.uint8)
+    _set_scales(blocks, weight_type, np.ones((len(blocks), 1)))
+    weights = quant.dequantise(RawTensor("", (len(blocks), block.block), weight_type, blocks.reshape(-1)))
+    return float(np.sqrt(np.mean(np.square(weights, dtype=np.float64))))
 
 
 def main(arguments: list[str] | None = None) -> int:

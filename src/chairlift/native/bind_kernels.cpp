@@ -141,6 +141,13 @@ nb::tuple reduce(const std::string& isa, Floats logits, Bytes record, const std:
     return nb::make_tuple(result.token, result.logprob, top_ids, top_logprobs, result.finite);
 }
 
+int64_t peak(const std::string& isa, const std::string& unit, int64_t rounds) {
+    require(unit == "dot" || unit == "fma", "the unit is dot or fma");
+    const PeakKernels& peaks = kernels(isa_from_name(isa)).peak;
+    const nb::gil_scoped_release no_gil;
+    return unit == "dot" ? peaks.dot(rounds) : peaks.fma(rounds);
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& module) {
@@ -152,6 +159,8 @@ void bind_kernels(nb::module_& module) {
                 "residual"_a = nb::none(), "(rows, cols) float32 -> (rows, matrix.rows).");
     kernels.def("reduce_logits", reduce, "isa"_a, "logits"_a, "record"_a, "bias"_a, "seen"_a,
                 "sampling.reduce_logits: (token, logprob, top_ids, top_logprobs, finite).");
+    kernels.def("peak", peak, "isa"_a, "unit"_a, "rounds"_a,
+                "Rounds of 8-bit (dot) or f32 (fma) multiply-adds that wait for nothing; returns their operations.");
     kernels.def("uniform", uniform, "seed"_a, "choice"_a, "index"_a, "sampling.uniform.");
 }
 

@@ -10,7 +10,9 @@
     extern const SampleKernels sample_kernels;                                                                          \
     extern const ElementwiseKernels elementwise_kernels;                                                                \
     extern const AttentionKernels attention_kernels;                                                                    \
-    static constexpr Kernels table{Isa::level, matmul_kernels, sample_kernels, elementwise_kernels, attention_kernels}; \
+    extern const PeakKernels peak_kernels;                                                                              \
+    static constexpr Kernels table{Isa::level,          matmul_kernels,    sample_kernels,                              \
+                                   elementwise_kernels, attention_kernels, peak_kernels};                               \
     }
 
 CHAIRLIFT_DECLARE_LEVEL(portable)

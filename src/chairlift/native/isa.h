@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "matmul.h"
+#include "peak.h"
 #include "sample.h"
 
 namespace chairlift {
@@ -27,6 +28,7 @@ struct Kernels {
     const SampleKernels& sample;
     const ElementwiseKernels& elementwise;
     const AttentionKernels& attention;
+    const PeakKernels& peak;
 };
 
 // "portable", "avx2" (with FMA and F16C) or "avx512" (F, BW, DQ, VL, VNNI).

@@ -1,0 +1,23 @@
+// The most that a level's arithmetic units can do: what `chairlift bench kernels` holds the kernels against.
+#pragma once
+
+#include <stdint.h>
+
+namespace chairlift {
+
+// Each runs `rounds` times through a loop of products that need neither memory nor each other, and returns how many
+// multiplications and additions that were.
+struct PeakKernels {
+    // 8-bit products summed in 32 bits, with the best instruction of the level.
+    int64_t (*dot)(int64_t rounds);
+    // f32 multiply-adds.
+    int64_t (*fma)(int64_t rounds);
+};
+
+#ifdef CHAIRLIFT_ISA_NS
+namespace CHAIRLIFT_ISA_NS {
+extern const PeakKernels peak_kernels;
+}
+#endif
+
+}  // namespace chairlift
