@@ -145,7 +145,7 @@ class Live:
 def measure(output: Output, work: Callable[[Live], Coroutine[Any, Any, None]], tell: Callable[[], Report]) -> None:
     """Runs `work` and emits what `tell` makes of it, also when Ctrl-C or SIGTERM ends it early (exit status 130)."""
     interrupted = False
-    load = _load_average()
+    load = load_average()
     with Live() as live, _terminated_as_interrupted():
         try:
             asyncio.run(work(live))
@@ -189,7 +189,8 @@ def machine_note(url: str | None) -> str:
     )
 
 
-def _load_average() -> float | None:
+def load_average() -> float | None:
+    """Of the last minute, where the system tells."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 

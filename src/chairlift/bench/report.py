@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -110,7 +110,7 @@ class Report:
         tables = [
             {
                 "title": table.title,
-                "columns": [{"title": column.title, "unit": column.unit} for column in table.columns],
+                "columns": [asdict(column) for column in table.columns],
                 "rows": table.rows,
                 "note": table.note,
             }

@@ -1,0 +1,268 @@
+"""The experiments of docs/experiments.md that need more than one command: each asks one question of the server.
+
+Every function measures once and returns its tables; experiments.py repeats, merges and writes them down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from chairlift import config
+from chairlift.bench.asking import Asker, Setup, Told, Wish, asking
+from chairlift.bench.report import Cell, Column, Table
+from chairlift.bench.stats import percentile, stalls
+from chairlift.errors import ChairliftError
+
+_NO_LIMIT_MS = "60000"
+"""A gap that no step reaches: what remains is the limit on tokens."""
+
+
+# -- chunked prefill --------------------------------------------------------------------------------------------------
+
+_TRADE = [
+    Column("long prompt: TTFT", "s"),
+    Column("running streams, gap: median", "ms"),
+    Column("p95", "ms"),
+    Column("longest", "ms"),
+]
+
+
+async def gap(setup: Setup) -> list[Table]:
+    """--max-gap-ms: how long a step may take while somebody is being streamed to."""
+    rows: list[list[Cell]] = [
+        [limit, *await _beside(setup, "--max-gap-ms", limit)] for limit in ("25", "50", "100", "400")
+    ]
+    return [Table("", [Column("--max-gap-ms"), *_TRADE], rows)]
+
+
+async def chunks(setup: Setup) -> list[Table]:
+    """--max-num-batched-tokens with the limit on time out of the way; the last row reads the prompt in one piece."""
+    rows: list[list[Cell]] = []
+    for limit in (64, 128, 256, 512, 8192):
+        flags = ("--max-num-batched-tokens", str(limit), "--max-gap-ms", _NO_LIMIT_MS)
+        rows.append([f"{limit}" if limit < 8192 else "8192: not chunked", *await _beside(setup, *flags)])
+    return [Table("", [Column("--max-num-batched-tokens", align="left"), *_TRADE], rows)]
+
+
+async def _beside(setup: Setup, *flags: str) -> list[Cell]:
+    """A long prompt is read while three streams are being written."""
+    async with asking(setup, *flags) as asker:
+        streams = [Wish(setup.tokens(60), setup.tokens(500))] * 3
+        told = await asker.together([*streams, Wish(setup.tokens(2600), 8, at_s=0.5)])
+    return trade(told[:3], told[3])
+
+
+def trade(streams: Sequence[Told], long: Told) -> list[Cell]:
+    """TTFT of the long prompt in seconds; of the gaps in the streams meanwhile median, p95 and longest in ms."""
+    begin_s, ttft_s = long.sample.scheduled_s, long.sample.first_token_s or 0.0
+    gaps = sorted(
+        (after - before) * 1e3
+        for told in streams
+        for before, after in pairwise(told.sample.token_times)
+        if after > begin_s and before < begin_s + ttft_s
+    )
+    if not gaps:
+        return [ttft_s, None, None, None]
+    return [ttft_s, median(gaps), percentile(gaps, 95), gaps[-1]]
+
+
+# -- caches, threads, memory -----------------------------------------------------------------------------------------
+
+
+async def prefix(setup: Setup) -> list[Table]:
+    """The same long prompt twice, with the prefix cache and without."""
+    wish = Wish(setup.tokens(6000), setup.tokens(200), name="long")
+    rows: list[list[Cell]] = []
+    for shown, flags in (("on", ()), ("off", ("--no-prefix-caching",))):
+        async with asking(setup, *flags) as asker:
+            for turn in ("first", "again"):
+                sample = (await asker.ask(wish)).sample
+                row: list[Cell] = [shown, turn, sample.num_prompt_tokens, sample.num_cached_tokens]
+                rows.append([*row, sample.first_token_s, sample.e2e_s])
+    columns = [
+        Column("prefix caching", align="left"),
+        Column("asked", align="left"),
+        Column("prompt", "tokens"),
+        Column("of these cached", "tokens"),
+        Column("TTFT", "s"),
+        Column("E2E", "s"),
+    ]
+    return [Table("", columns, rows)]
+
+
+async def threads(setup: Setup) -> list[Table]:
+    """Reading a prompt is arithmetic, writing an answer is reading the weights: which of them a second core helps."""
+    rows: list[list[float]] = []
+    for count in ("1", "2"):
+        async with asking(setup, "--threads", count) as asker:
+            read = (await asker.ask(Wish(setup.tokens(2000), 4))).sample
+            prefill = (read.num_prompt_tokens or 0) / (read.first_token_s or 1.0)
+            one = await _decoding(asker, 1, setup.tokens(256))
+            rows.append([prefill, one, await _decoding(asker, 8, setup.tokens(128))])
+    columns = [
+        Column("threads", align="left"),
+        Column("prefill, a prompt of 2,000", "tokens/s"),
+        Column("decode, one stream", "tokens/s"),
+        Column("decode, eight streams", "tokens/s together"),
+    ]
+    ratio = [two / one if one else math.nan for one, two in zip(*rows, strict=True)]
+    return [Table("", columns, [["1", *rows[0]], ["2", *rows[1]], ["times, 2 against 1", *ratio]])]
+
+
+async def _decoding(asker: Asker, num_streams: int, num_tokens: int, prompt_tokens: int = 32) -> float:
+    """Tokens per second while all of the streams are written."""
+    told = await asker.together([Wish(prompt_tokens, num_tokens)] * num_streams)
+    begin_s = max(each.sample.token_times[0] for each in told)
+    end_s = min(each.sample.token_times[-1] for each in told)
+    arrived = sum(begin_s < at_s <= end_s for each in told for at_s in each.sample.token_times)
+    return arrived / (end_s - begin_s) if end_s > begin_s else 0.0
+
+
+async def preemption(setup: Setup) -> list[Table]:
+    """Six answers in a pool that holds them all, and in one that does not."""
+    bytes_per_token = await _bytes_per_token(setup)
+    rows: list[list[Cell]] = []
+    for pool in (4096, 1024):
+        flags = ("--max-model-len", "1024", "--kv-memory", str(pool * bytes_per_token))
+        async with asking(setup, *flags) as asker:
+            told = await asker.together([Wish(setup.tokens(100), setup.tokens(400), at_s=i * 0.02) for i in range(6)])
+        unlucky = max(told, key=lambda each: each.sample.e2e_s)
+        times = [each.sample.e2e_s for each in told]
+        row: list[Cell] = [pool, sum(each.num_preemptions for each in told), min(times), median(times)]
+        rows.append([*row, unlucky.sample.e2e_s, unlucky.num_preemptions, max(unlucky.sample.itl_s, default=None)])
+    columns = [
+        Column("pool", "tokens"),
+        Column("preemptions"),
+        Column("E2E: luckiest", "s"),
+        Column("E2E: median", "s"),
+        Column("E2E: unluckiest", "s"),
+        Column("its preemptions"),
+        Column("its longest gap", "s"),
+    ]
+    return [Table("", columns, rows)]
+
+
+async def kv(setup: Setup) -> list[Table]:
+    """Keys and values in 16 bits and in 8."""
+    rows: list[list[Cell]] = []
+    for dtype in ("f16", "int8"):
+        flags = ("--kv-cache-dtype", dtype)
+        async with asking(setup, *flags, "--kv-memory", "256MiB") as asker:
+            kept = asker.facts["kv"]
+            short = await _decoding(asker, 1, setup.tokens(128))
+            long = await _decoding(asker, 1, setup.tokens(128), setup.tokens(4000))
+        row: list[Cell] = [dtype, kept["bytes_per_token"], kept["pool_tokens"], short, long]
+        rows.append([*row, await _perplexity(setup, *flags)])
+    columns = [
+        Column("--kv-cache-dtype", align="left"),
+        Column("a token takes", "bytes"),
+        Column("256 MiB hold", "tokens"),
+        Column("decode after 32 tokens", "tokens/s"),
+        Column("decode after 4,000", "tokens/s"),
+        Column("perplexity of docs/tour.md"),
+    ]
+    return [Table("", columns, rows)]
+
+
+async def _perplexity(setup: Setup, *flags: str) -> str:
+    settings = config.load({"model": setup.model})
+    words = ["eval", setup.text, "--model", settings.model, "--cache-dir", str(settings.cache_dir), *flags]
+    return f"{(await run_chairlift(*words))['perplexity']:.2f}"
+
+
+async def _bytes_per_token(setup: Setup) -> int:
+    async with asking(setup) as asker:
+        return int(asker.facts["kv"]["bytes_per_token"])
+
+
+# -- who waits --------------------------------------------------------------------------------------------------------
+
+
+async def queue(setup: Setup) -> list[Table]:
+    """Twice as many requests as the machine can answer, for eight seconds: a queue that takes all, and a short one."""
+    wishes = [Wish(setup.tokens(200), setup.tokens(64), at_s=i * 0.1) for i in range(80)]
+    rows: list[list[Cell]] = []
+    for limit in ("1000", "8"):
+        async with asking(setup, "--max-queue", limit) as asker:
+            told = [each.sample for each in await asker.together(wishes, may_fail=True)]
+        answered = [sample for sample in told if sample.is_ok]
+        refused = [sample.e2e_s for sample in told if not sample.is_ok]
+        first = sorted(sample.first_token_s or 0.0 for sample in answered)
+        row: list[Cell] = [limit, len(answered), len(refused), median(first), percentile(first, 95), first[-1]]
+        rows.append([*row, median(refused) * 1e3 if refused else None])
+    columns = [
+        Column("--max-queue"),
+        Column("answered"),
+        Column("refused (503)"),
+        Column("TTFT of the answered: median", "s"),
+        Column("p95", "s"),
+        Column("longest", "s"),
+        Column("a refusal takes", "ms"),
+    ]
+    return [Table("", columns, rows)]
+
+
+async def slots(setup: Setup) -> list[Table]:
+    """Twelve at once on little memory: few slots let some wait, many let all start and stall."""
+    bytes_per_token = await _bytes_per_token(setup)
+    rows: list[list[Cell]] = []
+    for count in ("4", "12"):
+        flags = ("--max-num-seqs", count, "--max-model-len", "1024", "--kv-memory", str(1760 * bytes_per_token))
+        async with asking(setup, *flags) as asker:
+            told = await asker.together([Wish(setup.tokens(100), setup.tokens(300), at_s=i * 0.02) for i in range(12)])
+        first = [each.sample.first_token_s or 0.0 for each in told]
+        gaps = [max(each.sample.itl_s, default=0.0) for each in told]
+        stalled = sum(bool(stalls(each.sample.itl_s)) for each in told)
+        row: list[Cell] = [count, median(first), max(first), median(gaps), max(gaps), stalled]
+        rows.append([*row, sum(each.num_preemptions for each in told), max(each.sample.e2e_s for each in told)])
+    columns = [
+        Column("--max-num-seqs"),
+        Column("TTFT: median", "s"),
+        Column("longest", "s"),
+        Column("longest gap of a stream: median", "s"),
+        Column("worst", "s"),
+        Column("streams that stall"),
+        Column("preemptions"),
+        Column("all done after", "s"),
+    ]
+    return [Table("", columns, rows)]
+
+
+async def startup(setup: Setup) -> list[Table]:
+    """From the start of the process to the first answer it could give."""
+    async with asking(setup) as asker:
+        parts, ready_s = dict(asker.facts["startup_s"]), asker.server.ready_s
+    rows: list[list[Cell]] = [[part, seconds] for part, seconds in parts.items()]
+    rows.append(["ready, as seen from outside", ready_s])
+    return [Table("", [Column("part", align="left"), Column("time", "s")], rows)]
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+async def run_chairlift(*words: str) -> dict[str, Any]:
+    """Runs `chairlift WORDS` and gives the JSON of its last line. Raises ChairliftError when it fails."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "chairlift", *words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        env=config.environment_without_settings(),
+    )
+    try:
+        out, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        raise ChairliftError(f"chairlift {' '.join(words)} failed with status {process.returncode}")
+    value = json.loads(out.decode().rstrip().splitlines()[-1])
+    assert isinstance(value, dict)
+    return value
