@@ -70,7 +70,7 @@ class Load:
             Part("first", "Good morning! Who are you?", self.short_tokens, 0.0),
             Part("long", _STORY, self.long_tokens, TOGETHER_S),
         ]
-        moments = [TOGETHER_S + 0.005] * self.num_short + [(i + 1) * self.late_every_s for i in range(self.num_late)]
+        moments = [TOGETHER_S + 0.02] * self.num_short + [(i + 1) * self.late_every_s for i in range(self.num_late)]
         for i, at_s in enumerate(moments):
             kind = "short" if i < self.num_short else "late"
             place = i + 1 if i < self.num_short else i + 1 - self.num_short

@@ -10,7 +10,7 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ import typer
 from chairlift.bench import questions
 from chairlift.bench.asking import Setup
 from chairlift.bench.batching import Batching, Load
-from chairlift.bench.live import Live, load_average
+from chairlift.bench.live import INTERRUPTED, Live, load_average
 from chairlift.bench.report import Cell, Column, Table, number
 from chairlift.bench.servers import serving
 from chairlift.errors import ChairliftError
@@ -34,7 +34,7 @@ class Experiment:
     """One section of the page."""
 
     name: str
-    measure: Callable[[Setup], Awaitable[list[Table]]]
+    measure: Callable[[Setup], Coroutine[Any, Any, list[Table]]]
     is_repeated: bool = True  # a command that repeats inside is not
 
 
@@ -45,7 +45,7 @@ async def _streaming(setup: Setup) -> list[Table]:
 
 async def _users(setup: Setup) -> list[Table]:
     lengths = ("--prompt-tokens", str(setup.tokens(200)), "--output-tokens", str(setup.tokens(96)))
-    return await _command(setup, "steps", "--users", "1,2,5,20", "--requests", "20", *lengths)
+    return await _command(setup, "steps", "--users", "1,2,5,20", *lengths)
 
 
 async def _command(setup: Setup, name: str, *words: str) -> list[Table]:
@@ -181,3 +181,5 @@ if __name__ == "__main__":
         app()
     except ChairliftError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

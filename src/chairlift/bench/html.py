@@ -40,7 +40,7 @@ svg text { font-family: system-ui, sans-serif !important; }
 def require_matplotlib() -> None:
     """Raises ChairliftError where pictures cannot be drawn."""
     if find_spec("matplotlib") is None:
-        hint = "it comes with the extra `plots`: pip install '.[plots]'"
+        hint = "it comes with the extra `plots`: scripts/setup plots, or pip install '.[plots]'"
         raise ChairliftError("--html draws with matplotlib, which is not installed", hint=hint)
 
 
