@@ -198,6 +198,9 @@ class MockLLM:
         self._answer = answer
         self.pages = {"/v1/models": '{"data": [{"id": "mock", "owned_by": "somebody"}]}', **(pages or {})}
         self.page_headers: dict[str, str] = {}
+        self.page_status = 200
+        self.num_left = 0
+        """Clients that went away before their answer's end."""
         self.requests: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
@@ -207,8 +210,10 @@ class MockLLM:
         try:
             while await self._serve_one(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
+        except asyncio.IncompleteReadError:
+            pass  # between two requests
+        except ConnectionError:
+            self.num_left += 1
         finally:
             writer.close()
 
@@ -232,7 +237,7 @@ class MockLLM:
         text = page() if callable(page) else page
         if text is None:
             return refusal(404)
-        return Reply([(0.0, text.encode())], 200, "application/json", self.page_headers)
+        return Reply([(0.0, text.encode())], self.page_status, "application/json", self.page_headers)
 
     async def _play(self, reply: Reply, writer: asyncio.StreamWriter, *, is_chunked: bool) -> bool:
         """As servers do: in chunks, but to HTTP/1.0 (nginx unless told otherwise) until the connection's end."""

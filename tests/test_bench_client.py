@@ -14,8 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.bench.client import Api, BenchError, Client, ServerKind, Target, discover
+from chairlift.bench.client import Api, BenchError, Client, ServerKind, Target, connect, discover
 from chairlift.bench.dialect import Ask
+from chairlift.bench.live import Api as Choice
+from chairlift.bench.live import Shared
+from chairlift.bench.report import Output
 from chairlift.bench.sample import EventKind, Failure, Sample
 from chairlift.bench.wire import BadStream, LineParser, Message, SseParser
 from mock_llm import (
@@ -32,6 +35,7 @@ from mock_llm import (
     refusal,
     run_virtual,
     sse,
+    tcp,
     usage,
     virtual_clock,
     whole,
@@ -185,6 +189,9 @@ def test_bytes_are_counted() -> None:
             [(0.0, ROLE), (1.0, delta(content="Hi")), (0.5, sse({"error": {"message": "no"}}) + DONE)],
             Failure.ERROR_EVENT,
         ),
+        ([(1.0, b'event: error\ndata: {"message": "no"}\n\n'), (0.0, DONE)], Failure.ERROR_EVENT),
+        ([(1.0, b'error: {"message": "no"}\n\n')], Failure.ERROR_EVENT),
+        ([(1.0, delta("abort", content="Hi")), (0.0, DONE)], Failure.ERROR_EVENT),
         ([(0.0, ROLE), (1.0, delta(content="Hi"))], Failure.CLOSED_EARLY),
         (Reply([(1.0, delta(content="Hi"))], is_cut=True), Failure.CLOSED_EARLY),
         (Reply([(1.0, delta("stop", content="Hi"))], is_cut=True), Failure.CLOSED_EARLY),
@@ -402,6 +409,77 @@ def test_a_server_without_models_is_told_so(page: str) -> None:
     with pytest.raises(BenchError, match="no model"):
         discovered({"/v1/models": page})
     assert discovered({"/v1/models": page}, Target("http://mock", "mine")).model == "mine"
+
+
+def test_a_server_with_keys_says_so() -> None:
+    """ "No model" where it is a key that is missing."""
+
+    async def test() -> None:
+        mock = MockLLM(lambda *_: refusal(500))
+        mock.page_status = 401
+        async with mock.client() as client:
+            with pytest.raises(BenchError, match="wants a key"):
+                await discover(client)
+
+    run_virtual(test())
+
+
+def test_what_chairlift_says_of_itself() -> None:
+    """A ceiling that is known and not shown, or one made up for a server that tells none."""
+    facts = {"one_stream_ceiling_tokens_per_s": 90.5, "model": {"chat_template": False}}
+    listed = {"data": [{"id": "a", "owned_by": "chairlift", "chairlift": facts}, {"id": "b", "chairlift": 3}]}
+
+    async def test(model: str) -> tuple[float | None, dict[str, Any]]:
+        mock = MockLLM(lambda *_: refusal(500), {"/v1/models": json.dumps(listed)})
+        async with mock.client(Target("http://mock", model)) as client:
+            assert client.ceiling is None
+            await discover(client)
+            return client.ceiling, client.card
+
+    assert run_virtual(test("a")) == (90.5, facts)
+    assert run_virtual(test("b")) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_template", "api"),
+    [
+        ("auto", True, Api.CHAT),
+        ("auto", False, Api.COMPLETIONS),
+        ("chat", False, Api.CHAT),
+        ("completions", True, Api.COMPLETIONS),
+        ("ollama", True, Api.OLLAMA),
+    ],
+)
+def test_a_model_without_a_chat_template_is_asked_for_text(asked: str, has_template: bool, api: Api) -> None:
+    """Every request to a base model refused, because nobody said which API."""
+    facts = {"model": {"chat_template": has_template}}
+    listed = {"data": [{"id": "a", "owned_by": "chairlift", "chairlift": facts}]}
+
+    async def test() -> Api:
+        mock = MockLLM(lambda *_: refusal(500), {"/v1/models": json.dumps(listed)})
+        async with tcp(mock) as url:
+            shared = Shared(Output(), None, Choice(asked), None, None, 10.0)
+            async with connect(url, shared) as client:
+                return client.target.api
+
+    assert asyncio.run(test()) is api
+
+
+def test_who_leaves_takes_the_connection_along() -> None:
+    """Streams that run on in the server after Ctrl-C."""
+
+    async def test() -> None:
+        mock = MockLLM(lambda *_: paced(100, 1.0, 1.0))
+        async with mock.client() as client:
+            asking = asyncio.create_task(client.ask("Hello", 4))
+            await asyncio.sleep(5.5)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await asyncio.sleep(5)
+            assert mock.num_left == 1
+
+    run_virtual(test())
 
 
 def discovered(pages: dict[str, str | Callable[[], str]], target: Target | None = None) -> Target:

@@ -213,6 +213,29 @@ def test_others_on_the_server_are_noticed() -> None:
     assert any("somebody else uses this server" in line for line in run(mock)[1].warnings)
 
 
+def test_clocks_that_are_orders_of_magnitude_apart_are_said() -> None:
+    """ "The engine is fast" and "the client waits" side by side, and nobody asks where the time went."""
+    mock = MockLLM(ordinary)
+    mock.pages["/metrics"] = engine_page(lambda: len(mock.requests), ttft_s=0.1)
+    text = " ".join(run(mock)[1].verdict)
+    assert "They do not agree on TTFT: 500 ms at the client, 100 ms in the engine." in text
+    assert "They do not agree on E2E" not in text
+
+
+def test_faster_than_memory_is_flagged() -> None:
+    """A server that repeats a cached answer at a speed that no memory has."""
+    for ceiling, is_flagged in ((9.0, False), (7.0, True), (None, False)):
+        made, _ = run(MockLLM(ordinary))
+        made.ceiling = ceiling  # 10 tokens/s were measured
+        report = made.report()
+        assert any("10 tokens/s, where" in line for line in report.warnings) is is_flagged
+        assert [row[1:] for row in report.tables[2].rows] == [
+            [pytest.approx(10.0), ceiling],
+            ["not exported", ceiling],
+            ["not exported", ceiling],
+        ]
+
+
 def test_pieces_of_several_tokens_are_said() -> None:
     """Gaps between pieces that are taken for gaps between tokens."""
 

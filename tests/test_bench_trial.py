@@ -66,7 +66,8 @@ def wanted(arrivals: Arrivals = EVERY_SECOND, **limits: Any) -> Wanted:
 async def attempt(answer: Answering, asked: Wanted, card: dict[str, Any] | None = None, **pages: Any) -> Trial:
     mock = MockLLM(answer, {f"/{name}": page for name, page in pages.items()})
     async with mock.client(TARGET) as client:
-        trial = Trial(Subject(client, card or {}), asked, Live())
+        client.card = card or {}
+        trial = Trial(Subject(client), asked, Live())
         await trial.run()
     return trial
 

@@ -73,6 +73,8 @@ class Client:
         connector: aiohttp.BaseConnector | None = None,
     ) -> None:
         self.target = target
+        self.card: dict[str, Any] = {}
+        """What Chairlift says of itself in /v1/models, once `discover` has asked; empty for others."""
         self.clock = clock or Clock()
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         self._trust_env = trust_env
@@ -95,6 +97,12 @@ class Client:
     ) -> None:
         if self._session is not None:
             await self._session.close()
+
+    @property
+    def ceiling(self) -> float | None:
+        """Tokens/s that the server's memory allows one stream: bandwidth / bytes a token reads; None where not told."""
+        told = self.card.get("one_stream_ceiling_tokens_per_s")
+        return float(told) if isinstance(told, int | float) and told > 0 else None
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -158,6 +166,8 @@ class Client:
                 elif message.data == b"[DONE]":
                     done_s = at_s
                     answer.done(at_s, message.num_bytes)
+                elif message.is_error:
+                    answer.failed(message.data, at_s, message.num_bytes)
                 else:
                     answer.chunk(_parsed(message.data), at_s, message.num_bytes)
         if answer.error is not None:
@@ -282,6 +292,9 @@ async def connect(url: str, shared: Shared, clock: Clock | None = None) -> Async
     target = Target(url, shared.model or "", Api.OLLAMA if shared.api == "ollama" else api, shared.api_key)
     async with Client(target, clock=clock, timeout_s=shared.timeout_s) as client:
         await discover(client)
+        model = client.card.get("model")
+        if shared.api == "auto" and isinstance(model, dict) and model.get("chat_template") is False:
+            client.target = replace(client.target, api=Api.COMPLETIONS)
         yield client
 
 
@@ -292,16 +305,17 @@ async def discover(client: Client) -> Target:
     """
     target = client.target
     status, body, _ = await client.get("/v1/models")
+    if status in (401, 403):
+        raise BenchError(f"{target.base} wants a key (status {status})", hint="give it with --api-key")
     models = _models(body) if status == 200 else []
-    kind = next((_OWNERS[owner] for _, owner in models if owner in _OWNERS), ServerKind.OTHER)
+    kind = next((_OWNERS[each["owned_by"]] for each in models if each["owned_by"] in _OWNERS), ServerKind.OTHER)
     if kind is ServerKind.OTHER:
         kind = await _other_kind(client)
-    if status == 401:
-        raise BenchError(f"{target.base} wants a key", hint="give it with --api-key")
-    model = target.model or next((name for name, _ in models), "")
+    model = target.model or next((each["id"] for each in models), "")
     if not model:
         raise BenchError(f"{target.base}/v1/models lists no model (status {status})", hint="name one with --model")
     client.target = replace(target, kind=kind, model=model)
+    client.card = next((each["card"] for each in models if each["id"] == model), {})
     return client.target
 
 
@@ -315,9 +329,18 @@ async def _other_kind(client: Client) -> ServerKind:
     return ServerKind.OLLAMA if is_ollama else ServerKind.OTHER
 
 
-def _models(body: bytes) -> list[tuple[str, str]]:
-    """Names and owners of /v1/models."""
+def _models(body: bytes) -> list[dict[str, Any]]:
+    """Each model of /v1/models: `id`, `owned_by`, and Chairlift's facts as `card`."""
     try:
-        return [(str(each["id"]), str(each.get("owned_by"))) for each in json.loads(body)["data"]]
+        return [_model(each) for each in json.loads(body)["data"]]
     except (ValueError, TypeError, KeyError, AttributeError):
         return []
+
+
+def _model(said: dict[str, Any]) -> dict[str, Any]:
+    card = said.get("chairlift")
+    return {
+        "id": str(said["id"]),
+        "owned_by": str(said.get("owned_by")),
+        "card": card if isinstance(card, dict) else {},
+    }

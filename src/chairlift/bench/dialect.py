@@ -4,6 +4,7 @@ llama-server and Ollama speak them, and Ollama's own API. Knows JSON values; no 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +17,9 @@ from chairlift.bench.wire import BadStream
 MAX_EVENTS = 200_000
 MAX_TEXT = 2**20
 """Events and characters of one answer that are kept in memory."""
+
+UNFINISHED = frozenset({"error", "abort", "aborted", "cancelled"})
+"""Reasons to finish that no answer has: the server gave up."""
 
 Prompt = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a chat."""
@@ -151,6 +155,11 @@ class Answer:
         self.is_done = True
         self._add(Event(at_s, EventKind.DONE, num_bytes=num_bytes))
 
+    def failed(self, data: bytes, at_s: float, num_bytes: int) -> None:
+        """An event came that is an error by its name, whatever is in it."""
+        self.error = error_text(_json_or_text(data))
+        self._add(Event(at_s, EventKind.ERROR, num_bytes=num_bytes))
+
     def chunk(self, value: Any, at_s: float, num_bytes: int) -> None:
         """One JSON value of a stream. Raises BadStream when it is none that this API has."""
         if not isinstance(value, dict):
@@ -199,7 +208,7 @@ class Answer:
             said = choice.get("delta") or choice.get("message") or choice
             pieces += self._said(said)
             if choice.get("finish_reason"):
-                self.finish_reason = str(choice["finish_reason"])
+                self._finished(str(choice["finish_reason"]))
                 pieces.append((EventKind.FINISH, ""))
         usage = value.get("usage")
         if isinstance(usage, dict):
@@ -210,10 +219,15 @@ class Answer:
             self._timings(value["timings"])
         return pieces
 
+    def _finished(self, reason: str) -> None:
+        self.finish_reason = reason
+        if reason in UNFINISHED:
+            self.error = f"finish_reason {reason}"
+
     def _ollama(self, value: dict[str, Any]) -> list[tuple[EventKind, str]]:
         pieces = self._said(value.get("message") or {})
         if value.get("done"):
-            self.finish_reason = str(value.get("done_reason") or "stop")
+            self._finished(str(value.get("done_reason") or "stop"))
             self.num_prompt_tokens = value.get("prompt_eval_count")
             self.num_output_tokens = value.get("eval_count")
             pieces.append((EventKind.FINISH, ""))
@@ -276,6 +290,13 @@ def _tool_texts(calls: Sequence[Any]) -> list[str]:
     """Names and arguments of tool calls, as far as they came."""
     functions = [call.get("function") or {} for call in calls if isinstance(call, dict)]
     return [str(function.get(field) or "") for function in functions for field in ("name", "arguments")]
+
+
+def _json_or_text(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode(errors="replace")
 
 
 def error_text(value: Any) -> str:

@@ -16,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from chairlift.bench import gather, probe
+from chairlift.bench.checks import CEILING_SLACK
 from chairlift.bench.client import Client, Clock, Target, connect
 from chairlift.bench.live import machine_note
 from chairlift.bench.probe import Engine, Mean
@@ -30,6 +31,8 @@ Dial = Callable[[str, "Shared", Clock], AbstractAsyncContextManager[Client]]
 
 NOT_EXPORTED = "not exported"
 NOT_MEASURABLE = "not measurable without streaming"
+MAGNITUDE = 10**0.5
+"""Apart by more than that is another order of magnitude."""
 ALIKE = 0.03
 """E2E within this part of each other is the same."""
 LATE_S = 3.0
@@ -96,13 +99,14 @@ class StreamRun:
 
     def __post_init__(self) -> None:
         self.target = Target(self.url)
+        self.ceiling: float | None = None
 
     async def work(self, live: Live) -> None:
         """Asks in pairs whose order swaps, after one of each that does not count."""
         prompts, output = Lengths("fixed", self.num_prompt_tokens), Lengths("fixed", self.num_tokens)
         work = Workload(prompts, output, salt=secrets.token_hex(8))
         async with self.dial(self.url, self.shared, self.clock) as client:
-            self.target = client.target
+            self.target, self.ceiling = client.target, client.ceiling
             for is_streamed in (True, False):
                 await client.ask("Hello", 2, is_streamed=is_streamed)
             for i in range(2 * self.num_requests):
@@ -124,9 +128,9 @@ class StreamRun:
             command="bench stream",
             title=f"Streamed or not: {self.num_requests} x {self.num_tokens} tokens, {self.target.model or 'a model'} "
             f"at {self.target.base}, one request at a time",
-            tables=[_times(self.modes), _identity(self.modes)],
+            tables=[_times(self.modes), _identity(self.modes), _speed(self.modes, self.ceiling)],
             verdict=_verdict(self.streamed, self.whole),
-            warnings=_warnings(self.modes, self.num_tokens, self.target),
+            warnings=_warnings(self.modes, self.num_tokens, self.target) + _too_fast(self.modes, self.ceiling),
             notes=[machine_note(self.url), f"Server: {self.target.kind}, asked over {self.target.api}."],
             data={"server": str(self.target.kind), **{mode.name: _data(mode) for mode in self.modes}},
             charts=_charts(self.streamed, self.whole),
@@ -235,6 +239,28 @@ def _identity(modes: Sequence[Mode]) -> Table:
     return Table("E2E = TTFT + (N - 1) x TPOT + residual", columns, rows, note)
 
 
+def _speed(modes: Sequence[Mode], ceiling: float | None) -> Table:
+    columns = [Column("clock", align="left"), Column("one stream", "tokens/s"), Column("ceiling", "tokens/s")]
+    named = [(f"client, {modes[0].name}", client_rate(modes[0]))]
+    named += [(f"engine, {mode.name}", engine_rate(mode)) for mode in modes]
+    rows: list[list[Cell]] = [[name, NOT_EXPORTED if rate is None else rate, ceiling] for name, rate in named]
+    note = "1 / TPOT. Ceiling: memory bandwidth / bytes read for a token"
+    note += "." if ceiling is not None else "; this server does not tell its own."
+    return Table("Speed after the first token", columns, rows, note)
+
+
+def client_rate(mode: Mode) -> float | None:
+    """Median tokens/s of a stream after its first token."""
+    tpot_s = mode.median_of(lambda sample: sample.tpot_s)
+    return 1 / tpot_s if tpot_s else None
+
+
+def engine_rate(mode: Mode) -> float | None:
+    """Tokens/s by the engine's mean TPOT."""
+    tpot = mode.engine.tpot
+    return 1 / tpot.mean_s if tpot is not None and tpot.mean_s else None
+
+
 # -- verdict ----------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +284,21 @@ def _verdict(streamed: Mode, whole: Mode) -> list[str]:
         "The client's and the engine's figures come from two clocks that begin and end at other moments: they agree by "
         "order of magnitude, and no more should be read into them."
     )
-    return [*lines, *_where_it_cannot_help(streamed, first_s, e2e_s)]
+    return [*lines, *_far_apart(streamed), *_where_it_cannot_help(streamed, first_s, e2e_s)]
+
+
+def _far_apart(streamed: Mode) -> list[str]:
+    """Where the two clocks do not even agree by order of magnitude, the time is spent between them."""
+    pairs = [
+        ("TTFT", streamed.median_of(lambda sample: sample.first_token_s), streamed.engine.ttft),
+        ("E2E", streamed.e2e_s, streamed.engine.e2e),
+    ]
+    return [
+        f"They do not agree on {name}: {_seconds(client_s)} at the client, {_seconds(engine.mean_s)} in the engine. "
+        "That time is spent between the two: network, proxy, or the server's own HTTP."
+        for name, client_s, engine in pairs
+        if client_s is not None and engine is not None and engine.mean_s and client_s > MAGNITUDE * engine.mean_s
+    ]
 
 
 def _compared(ratios: Sequence[float]) -> str:
@@ -330,6 +370,16 @@ def _warnings(modes: Sequence[Mode], num_tokens: int, target: Target) -> list[st
             lines.append(f"{mode.name}: the server does not count tokens (usage); lengths are unknown.")
         lines += _about_engine(mode)
     return lines
+
+
+def _too_fast(modes: Sequence[Mode], ceiling: float | None) -> list[str]:
+    fastest = max((rate for mode in modes for rate in (client_rate(mode), engine_rate(mode)) if rate), default=0.0)
+    if ceiling is None or fastest <= CEILING_SLACK * ceiling:
+        return []
+    return [
+        f"{fastest:.0f} tokens/s, where reading the weights for each token allows {ceiling:.0f}: "
+        "drafted or cached tokens, a wrong count, or a wrong ceiling."
+    ]
 
 
 def _about_engine(mode: Mode) -> list[str]:

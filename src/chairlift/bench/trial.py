@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any
 
 from chairlift.bench import live, probe
 from chairlift.bench.checks import Circumstances, Doubt, doubts
-from chairlift.bench.client import Api, BenchError, Client, Target, connect
+from chairlift.bench.client import BenchError, Client, Target, connect
 from chairlift.bench.load import Generator, Window
 from chairlift.bench.options import Wanted
 from chairlift.bench.sample import Sample
@@ -32,8 +31,6 @@ class Subject:
     """A server that can be asked, and what it says of itself."""
 
     client: Client
-    card: dict[str, Any]
-    """Chairlift's own facts from /v1/models; empty for others."""
 
     @property
     def target(self) -> Target:
@@ -42,9 +39,8 @@ class Subject:
 
     @property
     def ceiling(self) -> float | None:
-        """Tokens/s that its memory allows one stream: bandwidth / bytes that a token reads; None where not told."""
-        told = self.card.get("one_stream_ceiling_tokens_per_s")
-        return float(told) if isinstance(told, int | float) and told > 0 else None
+        """As the client knows it."""
+        return self.client.ceiling
 
     @property
     def name(self) -> str:
@@ -56,20 +52,7 @@ class Subject:
 async def meet(shared: live.Shared, url: str) -> AsyncIterator[Subject]:
     """Opens a client and finds out who answers. Raises BenchError when nobody does."""
     async with connect(url, shared) as client:
-        card = await _card(client)
-        if shared.api is live.Api.AUTO and card.get("model", {}).get("chat_template") is False:
-            client.target = replace(client.target, api=Api.COMPLETIONS)
-        yield Subject(client, card)
-
-
-async def _card(client: Client) -> dict[str, Any]:
-    status, body, _ = await client.get("/v1/models")
-    try:
-        listed = json.loads(body)["data"] if status == 200 else []
-        cards = [each.get("chairlift") for each in listed if each.get("id") == client.target.model]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return {}
-    return cards[0] if cards and isinstance(cards[0], dict) else {}
+        yield Subject(client)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,14 @@ class BadStream(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; `data` is None for a comment. `num_bytes` counts everything since the message before."""
+    """One message; `data` is None for a comment. `num_bytes` counts everything since the message before.
+
+    `is_error`: its event or its field is named so, which is how some servers tell what went wrong.
+    """
 
     data: bytes | None
     num_bytes: int
+    is_error: bool = False
 
 
 class Parser(Protocol):
@@ -31,12 +35,13 @@ class Parser(Protocol):
 
 
 class SseParser:
-    """Server-sent events, as the HTML standard has them; only `data` and comments matter here."""
+    """Server-sent events as the HTML standard has them, and the field `error:` that llama-server had in its place."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
         self._num_bytes = 0
+        self._is_error = False
 
     def feed(self, data: bytes) -> list[Message]:
         """Messages that these bytes complete."""
@@ -49,6 +54,11 @@ class SseParser:
                 self._data.append(line[5:].removeprefix(b" "))
             elif line.startswith(b":"):
                 messages.append(self._message(None))
+            elif line.startswith(b"error:"):
+                self._data.append(line[6:].removeprefix(b" "))
+                self._is_error = True
+            elif line in (b"event: error", b"event:error"):
+                self._is_error = True
             elif not line and self._data:
                 messages.append(self._message(b"\n".join(self._data)))
                 self._data.clear()
@@ -57,8 +67,10 @@ class SseParser:
         return messages
 
     def _message(self, data: bytes | None) -> Message:
-        message = Message(data, self._num_bytes)
+        is_error = self._is_error and data is not None
+        message = Message(data, self._num_bytes, is_error)
         self._num_bytes = 0
+        self._is_error &= not is_error
         return message
 
 
