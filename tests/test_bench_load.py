@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from chairlift.bench.load import Generator, Limits, Steadiness, Window
+from chairlift.bench.load import Generator, Limits, Phase, Steadiness, Window
 from chairlift.bench.sample import Failure
 from chairlift.bench.stats import Summary, summarise
 from chairlift.bench.workload import Closed, Job, Lengths, Open, Row, Workload
@@ -237,12 +237,13 @@ def test_a_fault_of_the_tool_is_no_failed_request() -> None:
 
 def test_progress_tells_phase_and_count() -> None:
     """A bar that stands still for an hour."""
-    told: list[tuple[str, int, int | None, int]] = []
+    told: list[tuple[Phase, int, int | None, int]] = []
 
     async def watched() -> None:
         limits = Limits(6, warmup=4)
         await Generator(WORK, Closed(2), Engine(), now=now, limits=limits, watch=lambda *at: told.append(at)).run()
 
     run(watched())
-    assert told[0] == ("warming up", 0, 4, 1)
-    assert ("measuring", 6, 6, 0) in [(phase, done, of, 0) for phase, done, of, _ in told]
+    assert told[0] == (Phase.WARM_UP, 0, 4, 1)
+    assert (Phase.WINDOW, 6, 6) in [each[:3] for each in told]
+    assert told[-1][0] is Phase.TAIL

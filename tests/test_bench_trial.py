@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from chairlift.bench import compare, single, steps
+from chairlift.bench.checks import Doubt, grouped
 from chairlift.bench.client import BenchError, Target
 from chairlift.bench.dialect import ServerKind
 from chairlift.bench.live import Live
@@ -363,3 +364,38 @@ def test_usage_alone_is_no_token() -> None:
     assert outcome.summary.itl is None
     assert outcome.summary.ttft is not None
     assert outcome.summary.ttft.max == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_doubt_of_many_runs_is_said_once() -> None:
+    """A screen of the same warning for every step, and the one that matters among them."""
+    few = Doubt("few samples", "8 answers")
+    assert grouped([("1", few), ("2", few), ("2", Doubt("cut", "3 requests"))], "users") == [
+        "few samples (users 1, 2): 8 answers",
+        "cut (users 2): 3 requests",
+    ]
+
+
+def test_ceilings_know_slots_and_rates() -> None:
+    """A ceiling for streams that wait for a slot; requests/s without what was asked for beside them."""
+    card = {"one_stream_ceiling_tokens_per_s": 50.0, "limits": {"max_num_seqs": 4}}
+    outcome = outcome_of(pace(9.5, 0.1), wanted(num_requests=40), card)
+    rows = {str(row[0]): row for row in told(outcome).tables[1].rows}
+    assert outcome.summary.rates.in_flight > 5
+    assert rows["output tokens/s"][2] == 200.0
+    assert rows["answers/s"][2:] == [1, "asked for"]
+    slow = outcome_of(pace(60.0, 0.1), wanted(num_requests=20))
+    assert any("more than it can do" in sentence for sentence in told(slow).verdict)
+    assert not any("more than it can do" in sentence for sentence in told(outcome_of(pace(0.2, 0.1))).verdict)
+
+
+def test_the_engines_figures_are_of_the_window_alone() -> None:
+    """A queue wait that includes what was let in to wait out the end. Readings: T0, T1."""
+    told_s = iter([10.0, 40.0, 1000.0])
+    num = iter([10, 40, 41])
+
+    def metrics() -> str:
+        name = "vllm:request_queue_time_seconds"
+        return f"# TYPE {name} histogram\n{name}_sum {next(told_s)}\n{name}_count {next(num)}\n"
+
+    outcome = outcome_of(pace(0.2, 0.1), metrics=metrics)
+    assert outcome.queue_s == pytest.approx(1.0)

@@ -6,12 +6,12 @@ or the generator waited politely while the queue grew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from chairlift.bench.load import Window
 from chairlift.bench.stats import Summary
-from chairlift.bench.workload import Workload
+from chairlift.bench.workload import Open, Workload
 
 UNASKED_HITS = 0.01
 FAILURES = 0.01
@@ -123,10 +123,11 @@ def _about_the_window(summary: Summary, window: Window) -> Iterator[Doubt]:
     if not window.warm_up.is_steady:
         yield Doubt("not steady", f"warming up ({window.warm_up.rule}) ended without the latency having settled")
     elif summary.growth is not None and not 1 / GROWING <= summary.growth <= GROWING:
+        is_growing = isinstance(window.arrivals, Open) and summary.growth > 1
         yield Doubt(
             "not steady",
             f"E2E of the later half of the requests was {summary.growth:.2f} x that of the earlier half: the figures "
-            "depend on how long was measured" + ("; the queue grows without end" if summary.growth > 1 else ""),
+            "depend on how long was measured" + ("; the queue grows" if is_growing else ""),
         )
     if window.num_cut and not window.is_interrupted:
         yield Doubt("cut", f"{window.num_cut} requests were given up at the end: throughput is at least what is said")
@@ -163,3 +164,13 @@ def _about_counting(summary: Summary, around: Circumstances) -> Iterator[Doubt]:
             f"prompts have {achieved.mean:.0f} tokens by the server's count, where {summary.prompt_asked.mean:.0f} "
             "were asked for",
         )
+
+
+def grouped(found: Sequence[tuple[str, Doubt]], what: str) -> list[str]:
+    """Doubts of several runs, each kind once: (which run, doubt) pairs to "name (what 1, 2): the first one's text"."""
+    where: dict[str, list[str]] = {}
+    first: dict[str, Doubt] = {}
+    for run, doubt in found:
+        first.setdefault(doubt.name, doubt)
+        where.setdefault(doubt.name, []).append(run)
+    return [f"{name} ({what} {', '.join(where[name])}): {doubt.text}" for name, doubt in first.items()]

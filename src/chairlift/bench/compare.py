@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from chairlift.bench import figures
+from chairlift.bench.checks import grouped
 from chairlift.bench.live import Live, Shared, machine_note, measure
 from chairlift.bench.options import Wanted
 from chairlift.bench.report import Cell, Chart, Column, Report, Series, Table, number
@@ -208,13 +209,16 @@ def _standing(figure: Figure, compared: Ratio) -> str:
 
 
 def _warnings(by_server: Sequence[Sequence[Outcome | None]]) -> list[str]:
-    found = [
-        f"{letter(at)}, round {turn + 1}: {doubt}"
-        for at, column in enumerate(by_server)
-        for turn, each in enumerate(column)
-        if each is not None
-        for doubt in each.doubts
-    ]
+    found = grouped(
+        [
+            (f"{letter(at)}{turn + 1}", doubt)
+            for at, column in enumerate(by_server)
+            for turn, each in enumerate(column)
+            if each is not None
+            for doubt in each.doubts
+        ],
+        "server and round",
+    )
     if len(by_server[0]) < LEAST_ROUNDS:
         found.append(f"few rounds: with fewer than {LEAST_ROUNDS} there is no telling a difference from noise")
     return found

@@ -8,9 +8,10 @@ from chairlift.bench.load import Shot
 from chairlift.bench.report import Cell, Chart, Column, Lane, Series, Span, Table, number
 from chairlift.bench.stats import Spread, Summary
 from chairlift.bench.trial import Outcome, slo_text
-from chairlift.bench.workload import Closed
+from chairlift.bench.workload import Closed, Open
 
 MAX_LANES = 60
+ABOVE_CAPACITY = 0.8
 
 
 def latencies(outcome: Outcome) -> Table:
@@ -26,7 +27,7 @@ def latencies(outcome: Outcome) -> Table:
     if summary.num_ok < summary.num_requests:
         rows.append(_spread_row("E2E, a failure as never", summary.e2e_with_failures))
     rows.append(_spread_row("dispatch delay (client)", summary.dispatch))
-    rows.append(["queue (engine)", None, outcome.queue_s, None, None, None, None])
+    rows.append(["queue (engine, in the window)", None, outcome.queue_s, None, None, None, None])
     columns = [Column("", align="left"), Column("values")]
     columns += [Column(title, "s") for title in ("mean", "p50", "p95", "p99", "max")]
     title = f"What each request felt ({summary.num_ok} answered of {summary.num_requests})"
@@ -63,15 +64,15 @@ def capacity(outcome: Outcome) -> Table:
     summary, ceiling = outcome.summary, outcome.subject.ceiling
     rates, little = summary.rates, summary.little
     rows: list[list[Cell]] = [
-        ["output tokens/s", rates.output_tokens, ceiling and ceiling * rates.in_flight, "in flight x one stream's"],
+        [
+            "output tokens/s",
+            rates.output_tokens,
+            outcome.subject.output_ceiling(rates.in_flight),
+            "running x one stream's",
+        ],
         ["prompt tokens/s", rates.prompt_tokens, None, ""],
         ["total tokens/s", rates.total_tokens, None, ""],
-        [
-            "answers/s",
-            rates.requests,
-            None if little is None else little.expected_per_s,
-            "users / (think + latency)" if little else "",
-        ],
+        ["answers/s", rates.requests, *_answers_ceiling(outcome)],
         ["in flight, mean", rates.in_flight, bound(outcome), "users" if little else "--max-in-flight"],
         ["one stream's tokens/s, median", stream_rate(outcome), ceiling, "memory bandwidth / bytes read for a token"],
     ]
@@ -80,6 +81,13 @@ def capacity(outcome: Outcome) -> Table:
     if ceiling is None:
         note += " The server does not tell its memory bandwidth, so there is no ceiling for its streams."
     return Table("Capacity", columns, [[*row[:3], row[3] if row[2] is not None else ""] for row in rows], note)
+
+
+def _answers_ceiling(outcome: Outcome) -> tuple[float | None, str]:
+    arrivals, little = outcome.wanted.arrivals, outcome.summary.little
+    if isinstance(arrivals, Open):
+        return arrivals.rate or None, "asked for"
+    return None if little is None else little.expected_per_s, "users / (think + latency)"
 
 
 def stream_rate(outcome: Outcome) -> float | None:
@@ -154,6 +162,12 @@ def verdict(outcome: Outcome) -> list[str]:
     if summary.num_ok < summary.num_requests:
         missed = summary.num_requests - summary.num_ok
         said.append(f"{missed} of {summary.num_requests} people got no answer, and no percentile above speaks of them.")
+    arrivals = outcome.wanted.arrivals
+    if isinstance(arrivals, Open) and summary.rates.requests < ABOVE_CAPACITY * arrivals.rate:
+        said.append(
+            f"{number(summary.rates.requests)} of {arrivals.rate:g} requests/s were answered: this is more than it can "
+            "do, and the wait grows with every minute."
+        )
     if summary.stalls.num:
         said.append(
             f"{summary.stalls.num_streams_hit} of {summary.stalls.num_streams} streams stalled, the longest for "

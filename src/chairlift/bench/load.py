@@ -22,6 +22,7 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from statistics import fmean, median
 from typing import Any
 
@@ -32,9 +33,18 @@ STEADY_WITHIN = 0.25
 MAX_TAIL = 1.0
 """What is under way at T1 may go on for this many times the window's length."""
 
+
+class Phase(StrEnum):
+    """Where a run is; the value is what its progress says."""
+
+    WARM_UP = "warming up"
+    WINDOW = "measuring"
+    TAIL = "waiting for the rest"
+
+
 Ask = Callable[[Job, float], Awaitable[Sample]]
 """(job, when it was due) -> what came of it. Failures are samples, not exceptions."""
-Watch = Callable[[str, int, int | None, int], None]
+Watch = Callable[[Phase, int, int | None, int], None]
 """(phase, ended, of how many, in flight), whenever one of them changes."""
 
 
@@ -189,6 +199,7 @@ class Generator:
             await self._until_over()
             self._end_s = self._now()
             await _cancel(sources)
+            self._watch(Phase.TAIL, 0, None, len(self._under_way))
             await self._tail()
         finally:
             if self._end_s is None:
@@ -357,12 +368,14 @@ class Generator:
 
     def _tell(self) -> None:
         limits = self._limits
+        if self._end_s is not None:
+            return
         if self._begin_s == math.inf:
             total = 4 * self._steadiness.width if limits.warmup is None else limits.warmup
-            self._watch("warming up", len(self._others), total, len(self._under_way))
+            self._watch(Phase.WARM_UP, len(self._others), total, len(self._under_way))
         else:
             of = len(self._workload.trace) or (limits.num_requests if limits.duration_s is None else None)
-            self._watch("measuring", len(self._measured), of, len(self._under_way))
+            self._watch(Phase.WINDOW, len(self._measured), of, len(self._under_way))
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

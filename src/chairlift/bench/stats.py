@@ -323,9 +323,9 @@ def _cache_hit_rate(samples: Sequence[Sample]) -> float | None:
 
 
 def _growth(e2e: Sequence[float]) -> float | None:
-    """None for fewer than 8 requests: halves of three say nothing."""
+    """None for fewer than 20 requests: halves of three say nothing."""
     half = len(e2e) // 2
-    return fmean(e2e[-half:]) / fmean(e2e[:half]) if half >= 4 and fmean(e2e[:half]) else None
+    return fmean(e2e[-half:]) / fmean(e2e[:half]) if half >= 10 and fmean(e2e[:half]) else None
 
 
 def _goodput(slo: Slo, samples: Sequence[Sample], window: Window) -> Goodput:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from chairlift.bench import figures
+from chairlift.bench.checks import grouped
 from chairlift.bench.live import Live, Shared, machine_note, measure
 from chairlift.bench.options import Wanted
 from chairlift.bench.report import Cell, Chart, Column, Report, Series, Table, number
@@ -60,13 +61,13 @@ def report(outcomes: Sequence[Outcome], url: str) -> Report:
     users = [figures.bound(outcome) for outcome in outcomes]
     rates = [outcome.summary.rates.output_tokens for outcome in outcomes]
     found = knee(users, rates)
-    marked = [f"users {count}, {doubt}" for count, each in zip(users, outcomes, strict=True) for doubt in each.doubts]
+    doubted = [(str(count), doubt) for count, each in zip(users, outcomes, strict=True) for doubt in each.doubts]
     return Report(
         command=COMMAND,
         title=f"{outcomes[0].subject.name}: what changes with more people",
         tables=[_felt(users, outcomes, found), _got(users, outcomes, found)],
         verdict=_verdict(users, outcomes, found),
-        warnings=marked,
+        warnings=grouped(doubted, "users"),
         notes=[*figures.notes(outcomes[-1]), machine_note(url)],
         data={"knee_users": found, "knee_rule": RULE, "steps": [each.as_dict() for each in outcomes]},
         charts=_charts(users, outcomes, found),
@@ -107,11 +108,16 @@ def _got(users: Sequence[int], outcomes: Sequence[Outcome], found: int | None) -
     rows: list[list[Cell]] = []
     for count, outcome in zip(users, outcomes, strict=True):
         rates, little, ceiling = outcome.summary.rates, outcome.summary.little, outcome.subject.ceiling
-        row: list[Cell] = [count, rates.output_tokens, ceiling and ceiling * rates.in_flight, rates.prompt_tokens]
+        row: list[Cell] = [
+            count,
+            rates.output_tokens,
+            outcome.subject.output_ceiling(rates.in_flight),
+            rates.prompt_tokens,
+        ]
         row += [rates.total_tokens, figures.stream_rate(outcome), ceiling, rates.requests]
         rows.append([*row, None if little is None else little.expected_per_s, rates.in_flight, _mark(count, found)])
     note = (
-        "Ceilings: what memory allows one stream, and that for each request in flight. users/turn is users / (think + "
+        "Ceilings: what memory allows one stream, and that for each that runs. users/turn is users / (think + "
         f"latency), which answers/s must match. {RULE}"
     )
     return Table("What all of them get together", columns, rows, note)

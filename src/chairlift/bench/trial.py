@@ -2,13 +2,14 @@
 
     connect ── calibrate (two requests: how long is a prompt?) ── scout (one: how long is an answer?) ── run ── outcome
 
-What the engine says of itself (/metrics) is read when the window begins and after it has ended.
+What the engine says of itself (/metrics) is read when the window begins and when it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any
 from chairlift.bench import live, probe
 from chairlift.bench.checks import Circumstances, Doubt, doubts
 from chairlift.bench.client import BenchError, Client, Target, connect
-from chairlift.bench.load import Generator, Window
+from chairlift.bench.load import Generator, Phase, Window
 from chairlift.bench.options import Wanted
 from chairlift.bench.sample import Sample
 from chairlift.bench.stats import Slo, Summary, summarise
@@ -41,6 +42,17 @@ class Subject:
     def ceiling(self) -> float | None:
         """As the client knows it."""
         return self.client.ceiling
+
+    @property
+    def slots(self) -> float:
+        """Requests that run at once; infinite where not told."""
+        limits = self.client.card.get("limits")
+        told = limits.get("max_num_seqs") if isinstance(limits, dict) else None
+        return float(told) if isinstance(told, int) else math.inf
+
+    def output_ceiling(self, in_flight: float) -> float | None:
+        """Tokens/s of all streams together, each at the ceiling of one; those that wait for a slot have none."""
+        return None if self.ceiling is None else self.ceiling * min(in_flight, self.slots)
 
     @property
     def name(self) -> str:
@@ -104,7 +116,7 @@ class Trial:
     def __init__(self, subject: Subject, wanted: Wanted, progress: live.Live, label: str = "") -> None:
         self._subject, self._wanted, self._progress, self._label = subject, wanted, progress, label
         self._generator: Generator | None = None
-        self._before: asyncio.Task[probe.Reading] | None = None
+        self._readings: dict[Phase, asyncio.Task[probe.Reading]] = {}
         self._engine: probe.Engine | None = None
 
     async def run(self) -> None:
@@ -143,15 +155,18 @@ class Trial:
             job.prompt, job.output_tokens, is_streamed=self._wanted.is_streamed, index=job.index, scheduled_s=due_s
         )
 
-    def _watch(self, phase: str, done: int, total: int | None, in_flight: int) -> None:
-        if phase == "measuring" and self._before is None:
-            self._before = asyncio.create_task(probe.read(self._subject.client))
+    def _watch(self, phase: Phase, done: int, total: int | None, in_flight: int) -> None:
+        if phase is not Phase.WARM_UP and phase not in self._readings:
+            self._readings[phase] = asyncio.create_task(probe.read(self._subject.client))
         self._progress.at(done, total, f"{self._label}{phase}, {in_flight} in flight")
 
     async def _engine_figures(self) -> probe.Engine | None:
-        if self._before is None:
+        """Of the window alone: what the tail waited for is no part of it."""
+        if Phase.WINDOW not in self._readings:
             return None
-        before, after = await self._before, await probe.read(self._subject.client)
+        before = await self._readings[Phase.WINDOW]
+        ended = self._readings.get(Phase.TAIL)
+        after = await (probe.read(self._subject.client) if ended is None else ended)
         return probe.between(before, after) if after.values else None
 
     @property
