@@ -31,6 +31,7 @@ class Engine:
     """Number of the request in order of arrival -> how it fails."""
     num_tokens: Callable[[Job], int] = lambda job: job.output_tokens
     num_cached: int | None = None
+    retry_after_s: float | None = None
     pace: Callable[[int], float] = lambda _: 1.0
     """Number of the request -> by what its times are stretched."""
     asked: list[Job] = field(default_factory=list)
@@ -53,7 +54,7 @@ class Engine:
     async def _answer(self, job: Job, due_s: float, started_s: float, number: int) -> Sample:
         fate, stretch = self.fate(number), self.pace(number)
         if fate is Failure.HTTP_503:
-            return Sample(job.index, due_s, started_s, now(), True, failure=fate)
+            return Sample(job.index, due_s, started_s, now(), True, failure=fate, retry_after_s=self.retry_after_s)
         num = self.num_tokens(job) if fate is None else 1
         times = [await self._wait(stretch * (self.first_s if token == 0 else self.gap_s)) for token in range(num)]
         return Sample(

@@ -140,6 +140,16 @@ def test_littles_law_holds_in_a_closed_loop() -> None:
     assert little.ratio == pytest.approx(1.0, abs=0.05), "with exponential thinking too"
 
 
+@pytest.mark.parametrize(("told_s", "expected_s"), [(None, 1.0), (3.0, 3.0), (0.2, 0.5), (9999.0, 60.0)])
+def test_who_was_refused_does_not_come_back_at_once(told_s: float | None, expected_s: float) -> None:
+    """One user who is refused a thousand times a second is 99 % of the failures, and the load is no longer theirs."""
+    engine = Engine(first_s=1.0, fate=lambda number: Failure.HTTP_503 if number == 1 else None, retry_after_s=told_s)
+    window = run(measure(engine, Closed(1, 0.5, False), Limits(3, warmup=0)))
+    due = [shot.sample.scheduled_s for shot in window.measured]
+    assert due == pytest.approx([0.0, 1.5, 1.5 + expected_s])
+    assert summary_of(window).little is None
+
+
 def test_an_open_loop_has_no_users() -> None:
     """Little's law of a closed loop applied where there is none."""
     assert summary_of(run(measure(Engine(), Open(2), COLD))).little is None

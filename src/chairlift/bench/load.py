@@ -7,8 +7,11 @@
 
 The load never pauses between warm-up and window. Measured are the first N requests that fall due from T0 on (or all
 within a duration); T1 is the end of the last of them. Every token that arrives between T0 and T1 counts for throughput,
-whosever it is. A request is never repeated. Latency counts from the moment at which a request was due, which is the
-schedule's in an open loop and the end of the user's thinking in a closed one.
+whosever it is. Latency counts from the moment at which a request was due, which is the schedule's in an open loop and
+the end of the user's thinking in a closed one.
+
+A request is never repeated. A user whose request failed comes with the next one after Retry-After, or a second: one who
+came back at once would be refused a thousand times, and be most of the statistics.
 
 Knows no HTTP: `ask` makes a request and gives its sample. Time is whatever `now` says and the event loop sleeps by.
 """
@@ -30,6 +33,9 @@ from chairlift.bench.sample import Sample
 from chairlift.bench.workload import Arrivals, Closed, Job, Open, Workload
 
 STEADY_WITHIN = 0.25
+REFUSED_S = 1.0
+"""Least pause of a user after a failure, where the server names none."""
+MAX_REFUSED_S = 60.0
 MAX_TAIL = 1.0
 """What is under way at T1 may go on for this many times the window's length."""
 
@@ -265,6 +271,8 @@ class Generator:
                 return
             shot = await asyncio.shield(self._launch(job, due_s, user=number))  # the tail outlives its user
             pause_s = arrivals.pause(rng)
+            if not shot.sample.is_ok:
+                pause_s = max(pause_s, min(shot.sample.retry_after_s or REFUSED_S, MAX_REFUSED_S))
             self._pauses.append(pause_s)
             due_s = shot.sample.ended_s + pause_s
 

@@ -152,14 +152,15 @@ WORK_ROWS = [
          "p95), tpot, e2e.", metavar="LIMITS", panel="Measuring"),
 ]  # fmt: skip
 ARRIVAL_ROWS = [
-    _row("users", int | None, None, "Closed loop: so many users, each of whom asks, reads, thinks, asks.", min=1,
-         panel="Load"),
+    _row("users", int | None, None, "Closed loop: so many users, each of whom asks, reads, thinks and asks again; after "
+         "a failure not before Retry-After or a second.", min=1, panel="Load"),
     _row("rate", float | None, None, "Open loop: so many requests a second, Poisson; latency from the moment "
          "that was due.", min=0.001, panel="Load"),
     _row("even", bool, False, "With --rate: evenly spaced.", panel="Load"),
     _row("concurrency", int | None, None, "So many requests at once, without pauses.", min=1, panel="Load"),
-    _row("trace", Path | None, None, "JSONL with at_s, prompt or prompt_tokens, output_tokens; with --users or "
-         "--concurrency its moments are not used.", metavar="FILE", panel="Load"),
+    _row("trace", Path | None, None, "JSONL with at_s, prompt or prompt_tokens, output_tokens. Prompts stand behind 8 "
+         "words of salt (--salt '' for none); with --users or --concurrency moments are not used.", metavar="FILE",
+         panel="Load"),
 ]  # fmt: skip
 
 

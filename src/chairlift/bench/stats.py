@@ -336,7 +336,8 @@ def _goodput(slo: Slo, samples: Sequence[Sample], window: Window) -> Goodput:
 
 
 def _little(window: Window, e2e: Sequence[float], rates: Rates) -> Little | None:
-    if not isinstance(window.arrivals, Closed) or not e2e:
+    """None where requests failed: who was refused waits as long as the server says, not as long as he thinks."""
+    if not isinstance(window.arrivals, Closed) or not e2e or len(e2e) < len(window.measured):
         return None
     return Little(window.arrivals.users, window.mean_pause_s, fmean(e2e), rates.requests)
 

@@ -226,7 +226,12 @@ class Workload:
 
     @property
     def shared_share(self) -> float:
-        """Share of all prompt tokens that the workload itself repeats: what a prefix cache may rightly find."""
+        """Share of all prompt tokens that the workload itself repeats: what a prefix cache may rightly find.
+
+        A trace may repeat anything within itself.
+        """
+        if self.trace:
+            return 1.0
         prefix = self.prefix.share * self.prefix.tokens if self.prefix else 0.0
         return min(1.0, (self.gauge.overhead + prefix) / max(1.0, self.prompt.mean, prefix))
 
