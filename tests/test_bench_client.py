@@ -356,6 +356,21 @@ def test_ollamas_own_api() -> None:
     assert ask(Reply([(0.0, line(error="no"))]), Target("http://mock", "m", Api.OLLAMA)).failure is Failure.ERROR_EVENT
 
 
+def test_ollama_in_one_piece() -> None:
+    """An answer that has its counts beside its message."""
+    body = line(message={"content": "Hi"}, done=True, done_reason="length", prompt_eval_count=11, eval_count=5)
+    target = Target("http://mock", "m", Api.OLLAMA)
+    seen = ask(Reply([(2.0, body)], content_type="application/json"), target, is_streamed=False)
+    assert (seen.e2e_s, seen.text, seen.num_output_tokens, seen.finish_reason) == (2.0, "Hi", 5, "length")
+
+
+@pytest.mark.parametrize("said", ["5", 5.5, -1, None, [5]])
+def test_counts_that_are_none_are_unknown(said: Any) -> None:
+    """A word where a number should be, that ends the run an hour later in somebody's arithmetic."""
+    seen = ask([(1.0, delta("stop", content="Hi")), (0.0, usage(said) + DONE)])
+    assert (seen.num_output_tokens, seen.failure) == (None, None)
+
+
 def test_llama_servers_timings() -> None:
     """A server that counts in `timings`: prompt tokens without those of the cache."""
     last = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from chairlift.bench.client import Client, Target, discover
-from chairlift.bench.sample import Sample
+from chairlift.bench.sample import EventKind, Sample
 from process import Server, serving
 
 TinyGGUF = Callable[..., Path]
@@ -48,7 +48,7 @@ def test_streamed_or_not(server: Server, tmp_path: Path) -> None:
     # Bytes drawn at random are held back until they are letters: that, and nothing else, is worth a warning.
     assert all("tokens; gaps are between pieces" in line for line in document["warnings"])
     assert "does not make the model faster" in shown
-    assert set(data["streamed"]["residuals_s"]) == {"client, streamed", "engine, streamed"}
+    assert "engine, streamed" in data["streamed"]["residuals_s"]  # the client's needs letters in both streams
 
 
 def test_nothing_between(server: Server) -> None:
@@ -69,13 +69,15 @@ def test_stamps_are_asked_for_and_read(server: Server) -> None:
     sample = asyncio.run(ask())
     assert sample.failure is None
     assert sample.num_output_tokens == 32
-    assert sample.token_events
-    assert all(event.sent_at_s is not None for event in sample.token_events)
+    assert all(event.sent_at_s is not None for event in sample.events if event.kind is not EventKind.DONE)
 
 
-def test_nobody_there() -> None:
+@pytest.mark.parametrize(
+    ("url", "said"), [("http://127.0.0.1:9", "does not answer"), ("127.0.0.1:9", "is no address of a server")]
+)
+def test_nobody_there(url: str, said: str) -> None:
     """A traceback for a wrong port."""
-    command = [sys.executable, "-m", "chairlift", "bench", "stream", "http://127.0.0.1:9"]
+    command = [sys.executable, "-m", "chairlift", "bench", "stream", url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: http://127.0.0.1:9 does not answer")
+    assert done.stderr.startswith(f"error: {url} {said}")

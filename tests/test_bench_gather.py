@@ -134,6 +134,17 @@ def test_a_server_that_sends_in_bursts_is_not_a_proxy_that_gathers() -> None:
     assert diagnose([received(spaced(gaps, stamps_from_s=0.0))]).pattern is Pattern.SERVER
 
 
+def test_bursts_that_nobody_can_see_are_no_fault() -> None:
+    """A very fast server, whose pieces the operating system hands over four at a time, blamed on a proxy."""
+    gaps = [0.1, *[0.002] * 399]
+    for stamps_from_s in (None, 0.0):
+        fast = spaced(gaps, stamps_from_s=stamps_from_s)
+        assert diagnose([received(flushed(fast, 0.02))]).pattern is Pattern.CLEAN
+        assert diagnose([received(flushed(fast, 0.2))]).is_gathered
+    own = [0.02 if i % 20 == 0 else 0.0001 for i in range(200)]
+    assert diagnose([received(spaced(own, stamps_from_s=0.0))]).pattern is Pattern.CLEAN
+
+
 def test_too_few_pieces_say_nothing() -> None:
     """A verdict from an answer of ten words."""
     assert diagnose([received(spaced(even(10)))]).pattern is Pattern.UNKNOWN

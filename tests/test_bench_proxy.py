@@ -130,6 +130,7 @@ def test_without_stamps_it_says_what_it_cannot_know() -> None:
     assert any("No send stamps" in note for note in report.notes)
     clean = run(server(is_counted=False), kind=ServerKind.OTHER)
     assert clean.verdict == ["this address: clean: pieces arrive as they are made."]
+    assert any("late by the same time cannot be told" in note for note in clean.notes)
     assert "not exported" in clean.tables[0].rows[0]
 
 

@@ -288,6 +288,8 @@ _OWNERS = {
 @asynccontextmanager
 async def connect(url: str, shared: Shared, clock: Clock | None = None) -> AsyncIterator[Client]:
     """A client by the options of the command line, its server known. Raises BenchError as `discover` does."""
+    if not url.startswith(("http://", "https://")):
+        raise BenchError(f"{url} is no address of a server", hint=f"http://{url} for example")
     api = Api(f"openai-{shared.api}") if shared.api in ("chat", "completions") else Api.CHAT
     target = Target(url, shared.model or "", Api.OLLAMA if shared.api == "ollama" else api, shared.api_key)
     async with Client(target, clock=clock, timeout_s=shared.timeout_s) as client:

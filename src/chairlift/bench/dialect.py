@@ -228,8 +228,8 @@ class Answer:
         pieces = self._said(value.get("message") or {})
         if value.get("done"):
             self._finished(str(value.get("done_reason") or "stop"))
-            self.num_prompt_tokens = value.get("prompt_eval_count")
-            self.num_output_tokens = value.get("eval_count")
+            self.num_prompt_tokens = _count(value.get("prompt_eval_count"))
+            self.num_output_tokens = _count(value.get("eval_count"))
             pieces.append((EventKind.FINISH, ""))
         return pieces
 
@@ -250,16 +250,16 @@ class Answer:
         return pieces
 
     def _usage(self, usage: dict[str, Any]) -> None:
-        self.num_prompt_tokens = usage.get("prompt_tokens")
-        self.num_output_tokens = usage.get("completion_tokens")
-        self.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        self.num_prompt_tokens = _count(usage.get("prompt_tokens"))
+        self.num_output_tokens = _count(usage.get("completion_tokens"))
+        self.num_cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
 
     def _timings(self, timings: dict[str, Any]) -> None:
         """llama-server's own; `prompt_n` leaves out what the cache had."""
-        cached, computed = timings.get("cache_n"), timings.get("prompt_n")
+        cached, computed = _count(timings.get("cache_n")), _count(timings.get("prompt_n"))
         self.num_cached_tokens = cached
         self.num_prompt_tokens = None if computed is None else computed + (cached or 0)
-        self.num_output_tokens = timings.get("predicted_n")
+        self.num_output_tokens = _count(timings.get("predicted_n"))
 
     def _num_tokens(self, value: dict[str, Any]) -> int | None:
         """Tokens in a chunk, where the server says so: by ids, by log-probabilities, or by usage in every chunk."""
@@ -290,6 +290,11 @@ def _tool_texts(calls: Sequence[Any]) -> list[str]:
     """Names and arguments of tool calls, as far as they came."""
     functions = [call.get("function") or {} for call in calls if isinstance(call, dict)]
     return [str(function.get(field) or "") for function in functions for field in ("name", "arguments")]
+
+
+def _count(said: Any) -> int | None:
+    """A count of tokens as a server wrote it; None for what is none."""
+    return said if isinstance(said, int) and said >= 0 else None
 
 
 def _json_or_text(data: bytes) -> Any:

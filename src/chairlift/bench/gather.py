@@ -25,6 +25,8 @@ MIN_PIECES = 16
 """Fewer say nothing about bursts."""
 GATHERED = 4.0
 """Pieces in the burst of the median piece from which on it is gathering; TCP joins two or three on a busy machine."""
+MIN_HELD_S = 0.05
+"""Bursts that hold nothing back for longer are no fault: nobody sees it, and operating systems do as much."""
 ROUND_KB = (1, 2, 4, 8, 16, 32, 64, 128)
 _PACE_PART = 0.25  # of the pace: pieces closer together than that came in one burst
 _ALIKE = 1.5  # two spreads within this factor cannot be told apart
@@ -109,7 +111,7 @@ def diagnose(samples: Sequence[Sample]) -> Gathering:
         return Gathering(Pattern.UNKNOWN)
     stamped = [pieces for pieces in streams if all(piece.sent_at_s is not None for piece in pieces)]
     held_s = max((_held_s(pieces) for pieces in stamped), default=None)
-    if any(_pieces_per_burst(_sent_bursts(pieces)) >= GATHERED for pieces in stamped):
+    if any(_is_sent_in_bursts(pieces) for pieces in stamped):
         return Gathering(Pattern.SERVER, held_s=held_s, is_stamped=True)
     pace_s = median(_pace_s(pieces) for pieces in stamped or streams)
     starts = [sample.started_s for sample in samples if len(_pieces(sample)) >= MIN_PIECES]
@@ -117,13 +119,17 @@ def diagnose(samples: Sequence[Sample]) -> Gathering:
     pattern = _pattern(arrived, starts, streams, is_stamped=bool(stamped))
     full = [burst for each in arrived for burst in each[:-1]] or [burst for each in arrived for burst in each]
     gaps = [b.at_s - a.at_s for each in arrived for a, b in pairwise(each[:-1])]
+    interval_s = median(gaps) if gaps else None
+    seen_s = held_s if stamped else interval_s
+    if seen_s is not None and seen_s < MIN_HELD_S:
+        pattern = Pattern.CLEAN
     if pattern is Pattern.BUFFER:
         pattern = _buffer_or_interval(full, gaps)
     num_bytes: float | None = median(burst.num_bytes for burst in full)
     if pattern is Pattern.HEAD:
         num_bytes = median(each[0].num_bytes for each in arrived)
     per_burst = median(_pieces_per_burst(each) for each in arrived)
-    return Gathering(pattern, num_bytes, median(gaps) if gaps else None, held_s, per_burst, is_stamped=bool(stamped))
+    return Gathering(pattern, num_bytes, interval_s, held_s, per_burst, is_stamped=bool(stamped))
 
 
 def _pattern(
@@ -176,9 +182,12 @@ def _arrived(pieces: list[_Piece], pace_s: float) -> list[Burst]:
     return bursts([piece.at_s for piece in pieces], [piece.num_bytes for piece in pieces], pace_s)
 
 
-def _sent_bursts(pieces: list[_Piece]) -> list[Burst]:
+def _is_sent_in_bursts(pieces: list[_Piece]) -> bool:
+    """Whether the server's own stamps come in bursts, far enough apart to be seen."""
     times = [piece.sent_at_s for piece in pieces if piece.sent_at_s is not None]
-    return bursts(times, [piece.num_bytes for piece in pieces], _pace_s(pieces))
+    found = bursts(times, [piece.num_bytes for piece in pieces], _pace_s(pieces))
+    gaps = [b.at_s - a.at_s for a, b in pairwise(found)]
+    return _pieces_per_burst(found) >= GATHERED and bool(gaps) and median(gaps) >= MIN_HELD_S
 
 
 def _held_s(pieces: list[_Piece]) -> float:

@@ -244,6 +244,11 @@ def _notes(found: Sequence[tuple[Path, Gathering]]) -> list[str]:
             "No send stamps: by arrival alone, a server that sends in bursts looks like a proxy that gathers. "
             "Compare with an address closer to the server (--through)."
         )
+    if len(found) == 1 and found[0][0].after_engine_s is None:
+        lines.append(
+            "Whether everything is late by the same time cannot be told from here: the engine's TTFT is not exported, "
+            "or others used the server. A second address (--through) shows it."
+        )
     seen = sorted({path.seen for path, _ in found if path.seen})
     if seen:
         lines.append(f"Response headers name: {', '.join(seen)}.")

@@ -144,7 +144,7 @@ def _times(modes: Sequence[Mode]) -> Table:
     columns = [Column("figure", align="left"), Column("unit", align="left"), *(Column(mode.name) for mode in modes)]
     rows: list[list[Cell]] = [
         ["requests answered", "", *(f"{len(mode.answered)} of {len(mode.trials)}" for mode in modes)],
-        ["tokens by usage, median", "", *(mode.median_of(lambda s: s.num_output_tokens) for mode in modes)],
+        ["tokens by usage, median", "", *(_whole(mode.median_of(lambda s: s.num_output_tokens)) for mode in modes)],
         ["client: first output, median", "s", *(mode.first_output_s for mode in modes)],
         ["client: first token (TTFT), median", "s", modes[0].median_of(lambda s: s.first_token_s), NOT_MEASURABLE],
         ["client: E2E, median", "s", *(mode.e2e_s for mode in modes)],
@@ -164,6 +164,10 @@ def _times(modes: Sequence[Mode]) -> Table:
 
 def _shown(mean: Mean | None) -> Cell:
     return NOT_EXPORTED if mean is None else mean.mean_s
+
+
+def _whole(value: float | None) -> Cell:
+    return int(value) if value is not None and value == int(value) else value
 
 
 def _per_request(mode: Mode, sum_s: float | None) -> Cell:
