@@ -152,7 +152,7 @@ WORK_ROWS = [
          "p95), tpot, e2e.", metavar="LIMITS", panel="Measuring"),
 ]  # fmt: skip
 ARRIVAL_ROWS = [
-    _row("users", int | None, None, "Closed loop: so many users, each of whom asks, reads, thinks and asks again; after "
+    _row("users", int | None, None, "Closed loop: so many users, each of whom asks, reads, thinks, asks again; after "
          "a failure not before Retry-After or a second.", min=1, panel="Load"),
     _row("rate", float | None, None, "Open loop: so many requests a second, Poisson; latency from the moment "
          "that was due.", min=0.001, panel="Load"),
