@@ -102,6 +102,14 @@ def test_the_bench_and_the_server_do_not_know_each_other() -> None:
     assert offences(others, "bench|aiohttp|httpx|matplotlib") == []
 
 
+def test_the_figures_of_the_bench_are_pure() -> None:
+    """Statistics that read a clock or a socket have no exact tests, and a workload that does cannot be repeated."""
+    pure = (
+        path for path in within("bench") if name_of(path).split(".")[-1] in ("workload", "stats", "checks", "sample")
+    )
+    assert offences(pure, "asyncio|time|datetime|os|socket|aiohttp|secrets") == []
+
+
 def test_nothing_imports_the_command_line() -> None:
     """A library that cannot be used without its terminal front."""
     assert offences((path for path in MODULES if name_of(path) != "__main__"), "cli|__main__") == []
