@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from chairlift.bench.report import Chart, Series, clean
+from chairlift.bench.report import Chart, Series, clean, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,27 +31,27 @@ _MAX_LANES = 120
 _WIDTH_IN = 7.6
 
 
-def svg(chart: Chart, number: int) -> str:
-    """One `<svg>` element; `number` sets its ids apart from those of the page's other charts."""
+def svg(chart: Chart, place: int) -> str:
+    """One `<svg>` element; `place` sets its ids apart from those of the page's other charts."""
     import matplotlib as mpl
 
     written = io.BytesIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with mpl.rc_context(_style(number)), warnings.catch_warnings():
+    with mpl.rc_context(_style(place)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # the reader's browser has the fonts that we lack
         figure(chart).savefig(written, format="svg", metadata=nothing, transparent=True)
     text = written.getvalue().decode("utf-8", errors="replace")
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>c{number}-", text)
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>c{place}-", text)
 
 
-def _style(number: int) -> dict[Any, Any]:
+def _style(place: int) -> dict[Any, Any]:
     ink = dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), _INK
     )
     return {
         **ink,
-        "svg.hashsalt": f"chairlift {number}",
+        "svg.hashsalt": f"chairlift {place}",
         "svg.fonttype": "none",
         "text.parse_math": False,  # a model's name may hold dollars
         "axes.unicode_minus": False,
@@ -72,7 +72,9 @@ def figure(chart: Chart) -> Figure:
 
     shown = min(len(chart.lanes), _MAX_LANES)
     height = 1.3 + 0.2 * shown if chart.kind == "timeline" else 3.4
-    drawn = Figure(figsize=(_WIDTH_IN, height), layout="constrained")
+    num_bars = len({str(x) for series in chart.series for x in series.x}) * len(chart.series)
+    width = min(_WIDTH_IN, 1.6 + 0.8 * num_bars) if chart.kind == "bars" else _WIDTH_IN
+    drawn = Figure(figsize=(width, height), layout="constrained")
     axes = drawn.add_subplot()
     axes.set_xlabel(clean(chart.x_label))
     axes.set_ylabel(clean(chart.y_label))
@@ -122,8 +124,11 @@ def _bars(axes: Axes, chart: Chart) -> None:
     for place, series in enumerate(chart.series):
         shift = (place - (len(chart.series) - 1) / 2) * width
         at = [names.index(str(x)) + shift for x in series.x]
-        axes.bar(at, _numbers(series.y), width * 0.92, label=clean(series.name), color=_COLOURS[place % len(_COLOURS)])
+        colour = _COLOURS[place % len(_COLOURS)]
+        bars = axes.bar(at, _numbers(series.y), width * 0.92, label=clean(series.name), color=colour)
+        axes.bar_label(bars, [number(float(y)) for y in series.y], padding=2, fontsize=8)
     axes.set_xticks(range(len(names)), [clean(name) for name in names])
+    axes.margins(y=0.12)  # room for the numbers on top
     axes.grid(visible=False, axis="x")
 
 

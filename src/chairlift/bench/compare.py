@@ -248,5 +248,7 @@ def _charts(summaries: Sequence[Sequence[Summary | None]]) -> list[Chart]:
         middles = [_middle(figure, column) for column in summaries]
         if all(value is not None for value in middles):
             bars = Series(figure.name, x, [value for value in middles if value is not None])
-            drawn.append(Chart("bars", f"{figure.name}, median of the rounds", "server", figure.unit, [bars]))
+            drawn.append(
+                Chart("bars", f"{figure.name}, median of the rounds", "server", f"{figure.name}, {figure.unit}", [bars])
+            )
     return drawn

@@ -198,9 +198,9 @@ def charts(outcome: Outcome) -> list[Chart]:
     gaps = [gap for sample in good for gap in sample.itl_s]
     drawn = []
     if ttft:
-        drawn.append(Chart("cdf", "TTFT", "TTFT, s", "share of the answers", [Series("TTFT", ttft)]))
+        drawn.append(Chart("cdf", "TTFT", "TTFT, s", "answers, %", [Series("TTFT", ttft)]))
     if gaps:
-        drawn.append(Chart("cdf", "ITL", "ITL, s", "share of the gaps", [Series("ITL", gaps)], log_x=min(gaps) > 0))
+        drawn.append(Chart("cdf", "ITL", "ITL, s", "gaps, %", [Series("ITL", gaps)], log_x=min(gaps) > 0))
     lanes = [_lane(shot, outcome.window.begin_s) for shot in outcome.window.measured[:MAX_LANES]]
     if lanes:
         drawn.append(Chart("timeline", "The measured requests", "s from the window's begin", "request", lanes=lanes))

@@ -433,7 +433,9 @@ def _charts(streamed: Mode, whole: Mode) -> list[Chart]:
         Series("streamed: all of it", [sample.e2e_s for sample in streamed.answered]),
         Series("not streamed: all of it", [sample.e2e_s for sample in whole.answered]),
     ]
-    charts = [Chart("cdf", "When there is something to read", "s", "share of requests", moments, log_x=True)]
+    charts = [
+        Chart("cdf", "When there is something to read", "time since the request, s", "requests, %", moments, log_x=True)
+    ]
     if gaps:
-        charts.append(Chart("cdf", "Gaps between pieces", "s", "share of gaps", [Series("streamed", gaps)]))
+        charts.append(Chart("cdf", "Gaps between pieces", "gap, s", "gaps, %", [Series("streamed", gaps)]))
     return charts
