@@ -18,6 +18,7 @@
 CHAIRLIFT_DECLARE_LEVEL(portable)
 #ifdef CHAIRLIFT_X86
 CHAIRLIFT_DECLARE_LEVEL(avx2)
+CHAIRLIFT_DECLARE_LEVEL(avx2_vnni)
 CHAIRLIFT_DECLARE_LEVEL(avx512)
 #endif
 
@@ -25,7 +26,7 @@ namespace chairlift {
 
 namespace {
 
-constexpr Isa kAll[] = {Isa::portable, Isa::avx2, Isa::avx512};
+constexpr Isa kAll[] = {Isa::portable, Isa::avx2, Isa::avx2_vnni, Isa::avx512};
 
 // The builtins ask CPUID and, for the registers that the system must save, XGETBV.
 bool available(Isa isa) {
@@ -34,6 +35,7 @@ bool available(Isa isa) {
 #ifdef CHAIRLIFT_X86
         case Isa::avx2:
             return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+        case Isa::avx2_vnni: return available(Isa::avx2) && __builtin_cpu_supports("avxvnni");
         case Isa::avx512:
             return available(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -55,6 +57,7 @@ bool available(Isa isa) {
 std::string_view isa_name(Isa isa) {
     switch (isa) {
         case Isa::avx2: return "avx2";
+        case Isa::avx2_vnni: return "avx2_vnni";
         case Isa::avx512: return "avx512";
         default: return "portable";
     }
@@ -81,6 +84,7 @@ const Kernels& kernels(Isa isa) {
     if (!available(isa)) refuse(isa_name(isa));
 #ifdef CHAIRLIFT_X86
     if (isa == Isa::avx2) return avx2::table;
+    if (isa == Isa::avx2_vnni) return avx2_vnni::table;
     if (isa == Isa::avx512) return avx512::table;
 #endif
     return portable::table;

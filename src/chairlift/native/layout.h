@@ -10,6 +10,11 @@ enum class Layout : uint8_t { w4, w4_min, w8, f16, bf16, f32 };
 static constexpr int kPanelRows = 16;
 static constexpr int kBlock = 32;  // weights that share a scale
 
+// Bytes of the levels of one block of a panel: 16 rows x 32 weights.
+static constexpr int level_bytes(Layout layout) { return layout == Layout::w8 ? 512 : 256; }
+
+// The stored integer that stands for 0; w4_min has a minimum instead.
+static constexpr int zero_point(Layout layout) { return layout == Layout::w8 ? 128 : layout == Layout::w4 ? 8 : 0; }
 
 // A packed matrix, not owned. Offsets are in bytes from the start of a panel.
 struct MatrixView {

@@ -15,7 +15,7 @@ namespace chairlift::CHAIRLIFT_ISA_NS {
 
 namespace {
 
-constexpr int kParts = kPanelRows / kLanes;
+constexpr int kLine = 64;  // bytes that are fetched at once
 
 // A tile's activations stay in L2 while the panels stream by.
 constexpr int64_t kRowBlockBytes = 256 * 1024;
@@ -30,58 +30,67 @@ CHAIRLIFT_INLINE void finish(const MatmulArgs& args, int64_t row, int64_t column
     store(args.out + row * args.out_stride + column, value, n);
 }
 
-template <Layout Kind>
-CHAIRLIFT_INLINE Block load_block(const uint8_t* bytes, int part) {
-    if constexpr (Kind == Layout::w8) return load_bytes(bytes, part);
-    return load_nibbles(bytes, part);
+// The rows of a pass over some panels, and what to fetch meanwhile.
+struct Tile {
+    int64_t panel;
+    int64_t row;
+    const uint8_t* next;  // the panels after these, or null when another tile fetches them
+};
+
+// Asks for `Bytes` bytes at `p`. The hardware follows a stream only while it is read: rows that meet the same panel again
+// would find the next one in DRAM.
+template <int Bytes>
+CHAIRLIFT_INLINE void fetch(const uint8_t* p) {
+    for (int i = 0; i < Bytes; i += kLine) __builtin_prefetch(p + i);
 }
 
-// Rows [row, row + Rows) x Panels panels, rounded activations. Per block: sum += (scale * x_scale) * dot, then, for layouts
-// with a minimum, sum += min * (x_scale * x_sum).
+// Bytes of one block of a panel, with its scales and minimums.
+constexpr int block_bytes(Layout layout) {
+    return level_bytes(layout) + kPanelRows * (layout == Layout::w4_min ? 4 : 2);
+}
+
+// Rows x Panels panels, rounded activations. Per block: sum += (scale * x_scale) * dot, then, for layouts with a minimum,
+// sum += min * (x_scale * x_sum).
 template <Layout Kind, int Rows, int Panels>
-void rounded_tile(const MatmulArgs& args, int64_t panel, int64_t row) {
-    constexpr int block_bytes = Kind == Layout::w8 ? 512 : 256;
-    constexpr int zero_point = Kind == Layout::w8 ? 128 : Kind == Layout::w4 ? 8 : 0;
+void rounded_tile(const MatmulArgs& args, const Tile& tile) {
+    constexpr int vectors = Panels * kParts;
+    constexpr int to_fetch = (Panels * block_bytes(Kind) + kLine - 1) / kLine * kLine;
     const MatrixView& m = args.weights;
     const int64_t num_blocks = m.cols / kBlock;
-    const uint8_t* base = m.data + panel * m.panel_bytes;
-    for (int part = 0; part < kParts; ++part) {
-        Vec sums[Rows][Panels];
-        for (auto& row_sums : sums) {
-            for (Vec& s : row_sums) s = zero();
+    const uint8_t* const base = m.data + tile.panel * m.panel_bytes;
+    Vec sums[Rows][vectors];
+    for (auto& row_sums : sums) {
+        for (Vec& s : row_sums) s = zero();
+    }
+    for (int64_t b = 0; b < num_blocks; ++b) {
+        if (tile.next != nullptr) fetch<to_fetch>(tile.next + b * to_fetch);
+        const int64_t first = tile.row * num_blocks + b;
+        Ints dots[Rows][vectors];
+        multiply_block<Kind>(Block{base + b * level_bytes(Kind), m.panel_bytes}, args.x.q + first * 2 * kBlock,
+                             num_blocks * 2 * kBlock, dots);
+        Vec scale[vectors];
+        Vec min[vectors];
+        for (int v = 0; v < vectors; ++v) {
+            const uint8_t* from = base + v / kParts * m.panel_bytes;
+            const int64_t at = b * kPanelRows + v % kParts * kLanes;
+            scale[v] = load_f16(reinterpret_cast<const uint16_t*>(from + m.scales_at) + at);
+            if constexpr (Kind == Layout::w4_min) min[v] = load_f16(reinterpret_cast<const uint16_t*>(from + m.mins_at) + at);
         }
-        for (int64_t b = 0; b < num_blocks; ++b) {
-            Block blocks[Panels];
-            Vec scale[Panels];
-            Vec min[Panels];
-            for (int p = 0; p < Panels; ++p) {
-                const uint8_t* from = base + p * m.panel_bytes;
-                const int64_t at = b * kPanelRows + part * kLanes;
-                blocks[p] = load_block<Kind>(from + b * block_bytes, part);
-                scale[p] = load_f16(reinterpret_cast<const uint16_t*>(from + m.scales_at) + at);
-                if constexpr (Kind == Layout::w4_min) {
-                    min[p] = load_f16(reinterpret_cast<const uint16_t*>(from + m.mins_at) + at);
-                }
-            }
 #pragma GCC unroll 8
-            for (int r = 0; r < Rows; ++r) {
-                const int64_t at = (row + r) * num_blocks + b;
-                const Vec x_scale = splat(args.x.scale[at]);
-                const int32_t x_sum = args.x.sum[at];
-                Vec dots[Panels];
-                dot<zero_point, Panels>(blocks, args.x.q + at * 2 * kBlock, x_sum, dots);
-                for (int p = 0; p < Panels; ++p) sums[r][p] = fma(scale[p] * x_scale, dots[p], sums[r][p]);
-                if constexpr (Kind == Layout::w4_min) {
-                    const Vec x_total = splat(args.x.scale[at] * static_cast<float>(x_sum));
-                    for (int p = 0; p < Panels; ++p) sums[r][p] = fma(min[p], x_total, sums[r][p]);
-                }
-            }
-        }
         for (int r = 0; r < Rows; ++r) {
-            for (int p = 0; p < Panels; ++p) {
-                finish(args, row + r, (panel + p) * kPanelRows + part * kLanes, sums[r][p]);
+            const int64_t at = first + r * num_blocks;
+            const Vec x_scale = splat(args.x.scale[at]);
+            const Ints x_sum = splat_int(args.x.sum + at);
+            const Vec x_total = x_scale * to_float(x_sum);
+            for (int v = 0; v < vectors; ++v) {
+                const Vec dot = to_float(less_times<zero_point(Kind)>(dots[r][v], x_sum));
+                sums[r][v] = fma(scale[v] * x_scale, dot, sums[r][v]);
+                if constexpr (Kind == Layout::w4_min) sums[r][v] = fma(min[v], x_total, sums[r][v]);
             }
         }
+    }
+    for (int r = 0; r < Rows; ++r) {
+        for (int v = 0; v < vectors; ++v) finish(args, tile.row + r, tile.panel * kPanelRows + v * kLanes, sums[r][v]);
     }
 }
 
@@ -92,42 +101,56 @@ CHAIRLIFT_INLINE Vec load_weights(const uint8_t* panel, int64_t index) {
     return load_bf16(reinterpret_cast<const uint16_t*>(panel) + index);
 }
 
-// Rows [row, row + Rows) x one panel, f32 activations. Input k goes to sum k % 4; these hide the latency of an FMA.
-template <Layout Kind, int Rows>
-void float_tile(const MatmulArgs& args, int64_t panel, int64_t row) {
+// Rows x Panels panels, f32 activations. Even and odd inputs have a sum each: enough chains to hide the latency of an FMA.
+template <Layout Kind, int Rows, int Panels>
+void float_tile(const MatmulArgs& args, const Tile& tile) {
+    constexpr int vectors = Panels * kParts;
+    constexpr int to_fetch = Panels * 2 * kPanelRows * (Kind == Layout::f32 ? 4 : 2);
     const MatrixView& m = args.weights;
-    const uint8_t* base = m.data + panel * m.panel_bytes;
-    const float* x = args.x.values + row * args.x.stride;
-    for (int part = 0; part < kParts; ++part) {
-        Vec sums[Rows][4];
-        for (auto& row_sums : sums) {
+    const uint8_t* const base = m.data + tile.panel * m.panel_bytes;
+    const float* x = args.x.values + tile.row * args.x.stride;
+    Vec sums[2][Rows][vectors];
+    for (auto& chain : sums) {
+        for (auto& row_sums : chain) {
             for (Vec& s : row_sums) s = zero();
         }
-        int64_t k = 0;
-        for (; k + 4 <= m.cols; k += 4) {
-            for (int chain = 0; chain < 4; ++chain) {
-                const Vec w = load_weights<Kind>(base, (k + chain) * kPanelRows + part * kLanes);
-                for (int r = 0; r < Rows; ++r) sums[r][chain] = fma(w, splat(x[r * args.x.stride + k + chain]), sums[r][chain]);
-            }
+    }
+    const auto add_input = [&](int64_t k, Vec (&chain)[Rows][vectors]) __attribute__((always_inline)) {
+        Vec w[vectors];
+        for (int v = 0; v < vectors; ++v) {
+            w[v] = load_weights<Kind>(base + v / kParts * m.panel_bytes, k * kPanelRows + v % kParts * kLanes);
         }
-        for (; k < m.cols; ++k) {
-            const Vec w = load_weights<Kind>(base, k * kPanelRows + part * kLanes);
-            for (int r = 0; r < Rows; ++r) sums[r][0] = fma(w, splat(x[r * args.x.stride + k]), sums[r][0]);
-        }
+#pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
-            const Vec total = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
-            finish(args, row + r, panel * kPanelRows + part * kLanes, total);
+            const Vec one = splat(x[r * args.x.stride + k]);
+            for (int v = 0; v < vectors; ++v) chain[r][v] = fma(w[v], one, chain[r][v]);
+        }
+    };
+    int64_t k = 0;
+    for (; k + 2 <= m.cols; k += 2) {
+        if (tile.next != nullptr) fetch<to_fetch>(tile.next + k / 2 * to_fetch);
+        add_input(k, sums[0]);
+        add_input(k + 1, sums[1]);
+    }
+    if (k < m.cols) add_input(k, sums[0]);
+    for (int r = 0; r < Rows; ++r) {
+        for (int v = 0; v < vectors; ++v) {
+            finish(args, tile.row + r, tile.panel * kPanelRows + v * kLanes, sums[0][r][v] + sums[1][r][v]);
         }
     }
 }
 
-using TileFn = void (*)(const MatmulArgs& args, int64_t panel, int64_t row);
+using TileFn = void (*)(const MatmulArgs& args, const Tile& tile);
 
-// tiles[p - 1][r - 1] computes r rows of p panels.
+constexpr int kMostPanels = kTilePanels > kFloatTilePanels ? kTilePanels : kFloatTilePanels;
+constexpr int kMostRows = kMaxTile > kMaxFloatTile ? kMaxTile : kMaxFloatTile;
+
+// run[p - 1][r - 1] computes r rows of p panels.
 struct Tiles {
-    TileFn tiles[kTilePanels][kMaxTile];
-    int max_rows;
-    int max_panels;
+    TileFn run[kMostPanels][kMostRows];
+    int panels;    // the most a tile takes
+    int rows;      // what a tile takes where there are many rows
+    int max_rows;  // what it can take
 };
 
 template <Layout Kind, int Panels, int... Is>
@@ -137,21 +160,29 @@ constexpr void rounded_tiles(TileFn* tiles, std::integer_sequence<int, Is...>) {
 
 template <Layout Kind>
 constexpr Tiles rounded_tiles() {
-    Tiles made{{}, kMaxTile, kTilePanels};
-    rounded_tiles<Kind, 1>(made.tiles[0], std::make_integer_sequence<int, kMaxTile>());
-    rounded_tiles<Kind, kTilePanels>(made.tiles[kTilePanels - 1], std::make_integer_sequence<int, kMaxTile>());
+    Tiles made{{}, kTilePanels, kTileRows, kMaxTile};
+    rounded_tiles<Kind, 1>(made.run[0], std::make_integer_sequence<int, kMaxTile>());
+    rounded_tiles<Kind, kTilePanels>(made.run[kTilePanels - 1], std::make_integer_sequence<int, kMaxTile>());
     return made;
 }
 
-template <Layout Kind, int... Is>
-constexpr Tiles float_tiles(std::integer_sequence<int, Is...>) {
-    return {{{float_tile<Kind, Is + 1>...}}, kMaxFloatTile, 1};
+template <Layout Kind, int Panels, int... Is>
+constexpr void float_tiles(TileFn* tiles, std::integer_sequence<int, Is...>) {
+    ((tiles[Is] = float_tile<Kind, Is + 1, Panels>), ...);
+}
+
+template <Layout Kind>
+constexpr Tiles float_tiles() {
+    Tiles made{{}, kFloatTilePanels, kMaxFloatTile, kMaxFloatTile};
+    float_tiles<Kind, 1>(made.run[0], std::make_integer_sequence<int, kMaxFloatTile>());
+    float_tiles<Kind, kFloatTilePanels>(made.run[kFloatTilePanels - 1], std::make_integer_sequence<int, kMaxFloatTile>());
+    return made;
 }
 
 template <Layout Kind>
 constexpr Tiles kRoundedTiles = rounded_tiles<Kind>();
 template <Layout Kind>
-constexpr Tiles kFloatTiles = float_tiles<Kind>(std::make_integer_sequence<int, kMaxFloatTile>());
+constexpr Tiles kFloatTiles = float_tiles<Kind>();
 
 const Tiles& tiles_for(Layout layout) {
     switch (layout) {
@@ -165,27 +196,37 @@ const Tiles& tiles_for(Layout layout) {
     return kFloatTiles<Layout::f32>;
 }
 
-// How many rows' activations to go through before the next panel; a multiple of the tile.
+CHAIRLIFT_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+CHAIRLIFT_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// How many rows' activations to go through before the next panel.
 int64_t row_block(const MatmulArgs& args, int tile) {
     const bool is_float = args.weights.layout >= Layout::f16;
     const int64_t row_bytes = args.weights.cols * (is_float ? 4 : 2);
-    const int64_t tiles = kRowBlockBytes / (row_bytes * tile);
-    return (tiles < 1 ? 1 : tiles) * tile;
+    return most(1, kRowBlockBytes / (row_bytes * tile)) * tile;
 }
 
-CHAIRLIFT_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+// Rows [first, last) against the tile's panels, in passes as even as they can be: six rows are one pass, seven four and three.
+void run_rows(const Tiles& tiles, const MatmulArgs& args, int64_t first, int64_t last, const Tile& at, int64_t panels) {
+    const int64_t spare = tiles.max_rows - tiles.rows;
+    int64_t passes = most(1, (last - first - spare + tiles.rows - 1) / tiles.rows);
+    for (int64_t row = first; passes > 0; --passes) {
+        const int64_t rows = (last - row + passes - 1) / passes;
+        tiles.run[panels - 1][rows - 1](args, {at.panel, row, passes == 1 ? at.next : nullptr});
+        row += rows;
+    }
+}
 
 void run(const MatmulArgs& args, int64_t begin, int64_t end) {
     const Tiles& tiles = tiles_for(args.weights.layout);
-    const int64_t step = row_block(args, tiles.max_rows);
+    const int64_t step = row_block(args, tiles.rows);
     for (int64_t first = 0; first < args.num_rows; first += step) {
-        const int64_t last = first + step < args.num_rows ? first + step : args.num_rows;
-        for (int64_t panel = begin; panel < end; panel += tiles.max_panels) {
-            const int64_t panels = least(end - panel, tiles.max_panels);
-            for (int64_t row = first; row < last; row += tiles.max_rows) {
-                const int64_t rows = least(last - row, tiles.max_rows);
-                tiles.tiles[panels - 1][rows - 1](args, panel, row);
-            }
+        const int64_t last = least(first + step, args.num_rows);
+        for (int64_t panel = begin; panel < end; panel += tiles.panels) {
+            const int64_t panels = least(end - panel, tiles.panels);
+            const bool is_last = panel + panels == end;
+            const uint8_t* next = is_last ? nullptr : args.weights.data + (panel + panels) * args.weights.panel_bytes;
+            run_rows(tiles, args, first, last, {panel, 0, next}, panels);
         }
     }
 }

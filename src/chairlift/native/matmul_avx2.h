@@ -1,72 +1,132 @@
-// One block of 8 outputs x 32 inputs (half a panel) against 16-bit activations: AVX2.
+// Levels times rows on AVX2, with AVX-VNNI where the source is compiled for it: 8 outputs a vector.
 #pragma once
 
-#include "simd.h"
+#include "matmul_block.h"
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
 static constexpr int kTilePanels = 1;
-static constexpr int kMaxTile = 4;       // rows per pass over a panel: 4 sums + 8 weight vectors, of 16 registers
-static constexpr int kMaxFloatTile = 2;  // 4 sums a row
+static constexpr int kTileRows = 2;  // 8 chains + 4 sums + 2 weights + 2 activations, of 16 registers
+static constexpr int kMaxTile = 3;
+static constexpr int kFloatTilePanels = 1;
+static constexpr int kMaxFloatTile = 2;
 
-// vpmaddubsw adds two u8 x s8 products in 16 bits: 8-bit weights would saturate there. With weights in [0, 15] and
-// activations in int8 even all eight vectors of a block fit (8 x 2 x 15 x 128 = 30,720), so bytes are split in nibbles.
-struct Block {
-    __m256i low[8];
-    __m256i high[8];  // of 8-bit weights only
+using Ints = __m256i;
+
+CHAIRLIFT_INLINE Ints zero_ints() { return _mm256_setzero_si256(); }
+// One integer in every lane.
+CHAIRLIFT_INLINE Ints splat_int(const int32_t* p) { return _mm256_set1_epi32(*p); }
+CHAIRLIFT_INLINE Vec to_float(Ints a) { return {_mm256_cvtepi32_ps(a)}; }
+
+// a - Zero * b, for Zero 0 or a power of two.
+template <int Zero>
+CHAIRLIFT_INLINE Ints less_times(Ints a, Ints b) {
+    if constexpr (Zero == 0) return a;
+    return _mm256_sub_epi32(a, _mm256_slli_epi32(b, __builtin_ctz(Zero | 1 << 30)));
+}
+
+CHAIRLIFT_INLINE __m256i load_levels(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+// Vectors j and j + 4 of a block.
+struct Pair {
+    __m256i half[2];
 };
 
-CHAIRLIFT_INLINE __m256i load_half(const uint8_t* p, int part, int j) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64 * j + 32 * part));
+template <Layout Kind>
+CHAIRLIFT_INLINE Pair load_pair(const uint8_t* levels, int j) {
+    const __m256i first = load_levels(levels + 64 * j);
+    if constexpr (Kind == Layout::w8) return {{first, load_levels(levels + 64 * (j + 4))}};
+    const __m256i low = _mm256_set1_epi8(15);
+    return {{_mm256_and_si256(first, low), _mm256_and_si256(_mm256_srli_epi16(first, 4), low)}};
 }
 
-CHAIRLIFT_INLINE Block load_nibbles(const uint8_t* p, int part) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    Block block;
-    for (int j = 0; j < 4; ++j) {
-        const __m256i both = load_half(p, part, j);
-        block.low[j] = _mm256_and_si256(both, mask);
-        block.low[j + 4] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+// Four activations in every lane.
+CHAIRLIFT_INLINE Ints four_of(const int8_t* q) {
+    int32_t four;
+    memcpy(&four, q, sizeof four);
+    return _mm256_set1_epi32(four);
+}
+
+#ifdef __AVXVNNI__
+CHAIRLIFT_INLINE Ints dot4(Ints sum, __m256i w, Ints four) { return _mm256_dpbusd_avx_epi32(sum, w, four); }
+CHAIRLIFT_INLINE Ints combine(Ints high, Ints low) { return _mm256_add_epi32(_mm256_slli_epi32(high, 8), low); }
+#else
+// Hides a sum's past from the compiler, which else makes a tree of a chain of additions and spills all the products.
+CHAIRLIFT_INLINE Ints in_order(Ints sum) {
+    asm("" : "+x"(sum));
+    return sum;
+}
+
+// Sums of products of two inputs, in 16 bits: with weights in [0, 15] and activations in int8 a whole block fits (8 x 2 x 15 x
+// 128 = 30,720).
+CHAIRLIFT_INLINE Ints dot4(Ints sum, __m256i w, Ints four) {
+    return in_order(_mm256_add_epi16(sum, _mm256_maddubs_epi16(w, four)));
+}
+CHAIRLIFT_INLINE Ints combine(Ints high, Ints low) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return _mm256_add_epi32(_mm256_slli_epi32(_mm256_madd_epi16(high, ones), 8), _mm256_madd_epi16(low, ones));
+}
+
+// Levels of one row's block in 16 bits, the inputs 4 j and 4 j + 2 side by side, and so 4 j + 1 and 4 j + 3.
+struct Words {
+    alignas(32) int16_t even[kBlock / 2];
+    alignas(32) int16_t odd[kBlock / 2];
+};
+
+CHAIRLIFT_INLINE void words_of(const int8_t* q, Words* words) {
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + kBlock));
+    const __m256i even = _mm256_add_epi16(_mm256_slli_epi16(high, 8), _mm256_srai_epi16(_mm256_slli_epi16(low, 8), 8));
+    const __m256i odd = _mm256_add_epi16(_mm256_andnot_si256(_mm256_set1_epi16(255), high), _mm256_srai_epi16(low, 8));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(words->even), even);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(words->odd), odd);
+}
+
+CHAIRLIFT_INLINE Ints add_products(Ints sum, __m256i w, Ints two) {
+    return in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(w, two)));
+}
+
+CHAIRLIFT_INLINE Ints two_of(const int16_t* words) { return four_of(reinterpret_cast<const int8_t*>(words)); }
+
+// As multiply_bytes, for weights that would overflow the 16-bit sums of vpmaddubsw: 16-bit products instead.
+template <int Rows, int Vectors>
+CHAIRLIFT_INLINE void multiply_words(const Block& block, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
+    Words words[Rows];
+    for (int r = 0; r < Rows; ++r) {
+        words_of(q + r * stride, words + r);
+        for (int v = 0; v < Vectors; ++v) dots[r][v] = zero_ints();
     }
-    return block;
-}
-
-CHAIRLIFT_INLINE Block load_bytes(const uint8_t* p, int part) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    Block block;
+#pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-        const __m256i bytes = load_half(p, part, j);
-        block.low[j] = _mm256_and_si256(bytes, mask);
-        block.high[j] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
+        for (int v = 0; v < Vectors; ++v) {
+            const __m256i bytes = load_levels(levels_of(block, v) + 64 * j);
+            const __m256i even = _mm256_and_si256(bytes, _mm256_set1_epi16(255));
+            const __m256i odd = _mm256_srli_epi16(bytes, 8);
+            for (int r = 0; r < Rows; ++r) {
+                dots[r][v] = add_products(dots[r][v], even, two_of(words[r].even + 2 * j));
+                dots[r][v] = add_products(dots[r][v], odd, two_of(words[r].odd + 2 * j));
+            }
+        }
     }
-    return block;
 }
 
-CHAIRLIFT_INLINE __m256i dot_nibbles(const __m256i* w, const int8_t* q) {
-    __m256i total = _mm256_setzero_si256();
-    for (int j = 0; j < 8; ++j) {
-        int32_t four;
-        memcpy(&four, q + 4 * j, sizeof four);
-        total = _mm256_add_epi16(total, _mm256_maddubs_epi16(w[j], _mm256_set1_epi32(four)));
+#endif
+
+}  // namespace chairlift::CHAIRLIFT_ISA_NS
+
+#include "matmul_dots.h"
+
+namespace chairlift::CHAIRLIFT_ISA_NS {
+
+template <Layout Kind, int Rows, int Vectors>
+CHAIRLIFT_INLINE void multiply_block(const Block& block, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
+#ifndef __AVXVNNI__
+    if constexpr (Kind == Layout::w8) {
+        multiply_words(block, q, stride, dots);
+        return;
     }
-    return _mm256_madd_epi16(total, _mm256_set1_epi16(1));
-}
-
-template <int Zero>
-CHAIRLIFT_INLINE __m256i dot_bytes(const Block& block, const int8_t* q) {
-    const __m256i low = dot_nibbles(block.low, q);
-    if constexpr (Zero != 128) return low;
-    return _mm256_add_epi32(low, _mm256_slli_epi32(dot_nibbles(block.high, q), 4));
-}
-
-// Sum of (w - Zero) * level over the block, per output, exact.
-template <int Zero, int Panels>
-CHAIRLIFT_INLINE void dot(const Block* blocks, const int8_t* q, int32_t sum, Vec* dots) {
-    static_assert(Panels == 1);
-    const Block& block = *blocks;
-    const __m256i high = dot_bytes<Zero>(block, q);
-    const __m256i total = _mm256_add_epi32(_mm256_slli_epi32(high, 8), dot_bytes<Zero>(block, q + kBlock));
-    *dots = {_mm256_cvtepi32_ps(_mm256_sub_epi32(total, _mm256_set1_epi32(Zero * sum)))};
+#endif
+    multiply_bytes<Kind>(block, q, stride, dots);
 }
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

@@ -1,26 +1,43 @@
-// One block of 8 outputs x 32 inputs (half a panel) against 16-bit activations: plain loops.
+// Levels times rows in plain loops: 8 outputs at a time.
 #pragma once
 
 #include <type_traits>
 
-#include "simd.h"
+#include "matmul_block.h"
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
 static constexpr int kTilePanels = 1;
+static constexpr int kTileRows = 4;
 static constexpr int kMaxTile = 4;
+static constexpr int kFloatTilePanels = 1;
 static constexpr int kMaxFloatTile = 2;
 
-// Half of each 64-byte vector of the block: 8 outputs x 4 inputs side by side.
+// Half of each 64-byte vector of a block: 8 outputs x 4 inputs side by side.
 static constexpr int kHalf = 4 * kLanes;
 
-// Weights stay where they are: bytes meet activations repeated for each output, and every four products are added last.
-struct Block {
-    const uint8_t* half;
+struct Ints {
+    int32_t v[kLanes];
 };
 
-CHAIRLIFT_INLINE Block load_nibbles(const uint8_t* p, int part) { return {p + kHalf * part}; }
-CHAIRLIFT_INLINE Block load_bytes(const uint8_t* p, int part) { return {p + kHalf * part}; }
+// One integer in every lane.
+CHAIRLIFT_INLINE Ints splat_int(const int32_t* p) {
+    Ints result;
+    for (int32_t& lane : result.v) lane = *p;
+    return result;
+}
+
+CHAIRLIFT_INLINE Vec to_float(const Ints& a) {
+    return lanes([&](int i) { return static_cast<float>(a.v[i]); });
+}
+
+// a - Zero * b.
+template <int Zero>
+CHAIRLIFT_INLINE Ints less_times(const Ints& a, const Ints& b) {
+    Ints result;
+    for (int i = 0; i < kLanes; ++i) result.v[i] = a.v[i] - Zero * b.v[i];
+    return result;
+}
 
 // Four activations, repeated for each output.
 struct Repeated {
@@ -38,9 +55,9 @@ CHAIRLIFT_INLINE Repeated repeat(const int8_t* q) {
 }
 
 // 16-bit sums hold a whole block of 4-bit weights: 8 x 15 x 128 = 15,360.
-CHAIRLIFT_INLINE void add_nibbles(const Block& block, const int8_t* q, int16_t* total) {
+CHAIRLIFT_INLINE void add_nibbles(const uint8_t* levels, const int8_t* q, int16_t* total) {
     for (int j = 0; j < 4; ++j) {
-        const uint8_t* both = block.half + 64 * j;
+        const uint8_t* both = levels + 64 * j;
         const Repeated low = repeat(q + 4 * j);
         const Repeated high = repeat(q + 4 * j + 16);
         for (int i = 0; i < kHalf; ++i) {
@@ -49,39 +66,39 @@ CHAIRLIFT_INLINE void add_nibbles(const Block& block, const int8_t* q, int16_t* 
     }
 }
 
-CHAIRLIFT_INLINE void add_bytes(const Block& block, const int8_t* q, int32_t* total) {
+CHAIRLIFT_INLINE void add_bytes(const uint8_t* levels, const int8_t* q, int32_t* total) {
     for (int j = 0; j < 8; ++j) {
-        const uint8_t* bytes = block.half + 64 * j;
+        const uint8_t* bytes = levels + 64 * j;
         const Repeated four = repeat(q + 4 * j);
         for (int i = 0; i < kHalf; ++i) total[i] += bytes[i] * four.q[i];
     }
 }
 
-// Sum of w * q over the block, per output.
-template <int Zero>
-CHAIRLIFT_INLINE void dot_bytes(const Block& block, const int8_t* q, int32_t* of_output) {
-    using Total = std::conditional_t<Zero == 128, int32_t, int16_t>;
+// Sum of w * q over the block, per output. Bytes stay where they are, and every four products are added last.
+template <Layout Kind>
+CHAIRLIFT_INLINE Ints dot(const uint8_t* levels, const int8_t* q) {
+    using Total = std::conditional_t<Kind == Layout::w8, int32_t, int16_t>;
     Total total[kHalf] = {};
-    if constexpr (Zero == 128) {
-        add_bytes(block, q, total);
+    if constexpr (Kind == Layout::w8) {
+        add_bytes(levels, q, total);
     } else {
-        add_nibbles(block, q, total);
+        add_nibbles(levels, q, total);
     }
-    for (int i = 0; i < kLanes; ++i) {
-        of_output[i] = total[4 * i] + total[4 * i + 1] + total[4 * i + 2] + total[4 * i + 3];
-    }
+    Ints result;
+    for (int i = 0; i < kLanes; ++i) result.v[i] = total[4 * i] + total[4 * i + 1] + total[4 * i + 2] + total[4 * i + 3];
+    return result;
 }
 
-// Sum of (w - Zero) * level over the block, per output, exact.
-template <int Zero, int Panels>
-CHAIRLIFT_INLINE void dot(const Block* blocks, const int8_t* q, int32_t sum, Vec* dots) {
-    static_assert(Panels == 1);
-    const Block& block = *blocks;
-    int32_t high[kLanes];
-    int32_t low[kLanes];
-    dot_bytes<Zero>(block, q, high);
-    dot_bytes<Zero>(block, q + kBlock, low);
-    *dots = lanes([&](int i) { return static_cast<float>(256 * high[i] + low[i] - Zero * sum); });
+// dots[r][v] = sum over the block of w * level, per output, exact. Rows of `q` are `stride` bytes apart.
+template <Layout Kind, int Rows, int Vectors>
+CHAIRLIFT_INLINE void multiply_block(const Block& block, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
+    for (int r = 0; r < Rows; ++r) {
+        for (int v = 0; v < Vectors; ++v) {
+            const Ints high = dot<Kind>(levels_of(block, v), q + r * stride);
+            const Ints low = dot<Kind>(levels_of(block, v), q + r * stride + kBlock);
+            for (int i = 0; i < kLanes; ++i) dots[r][v].v[i] = 256 * high.v[i] + low.v[i];
+        }
+    }
 }
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS
