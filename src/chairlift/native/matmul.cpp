@@ -220,10 +220,12 @@ void run_rows(const Tiles& tiles, const MatmulArgs& args, int64_t first, int64_t
 void run(const MatmulArgs& args, int64_t begin, int64_t end) {
     const Tiles& tiles = tiles_for(args.weights.layout);
     const int64_t step = row_block(args, tiles.rows);
+    // One row waits for memory: panels in one stream. More rows wait for loads of activations: each loaded for all panels.
+    const int64_t at_once = args.num_rows == 1 ? 1 : tiles.panels;
     for (int64_t first = 0; first < args.num_rows; first += step) {
         const int64_t last = least(first + step, args.num_rows);
-        for (int64_t panel = begin; panel < end; panel += tiles.panels) {
-            const int64_t panels = least(end - panel, tiles.panels);
+        for (int64_t panel = begin; panel < end; panel += at_once) {
+            const int64_t panels = least(end - panel, at_once);
             const bool is_last = panel + panels == end;
             const uint8_t* next = is_last ? nullptr : args.weights.data + (panel + panels) * args.weights.panel_bytes;
             run_rows(tiles, args, first, last, {panel, 0, next}, panels);

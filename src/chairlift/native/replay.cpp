@@ -128,10 +128,13 @@ void Program::run_op(const Op& op, const Step& step, const StepResult& result) {
     }
 }
 
+// In pairs of panels: the kernels take two at a time.
 void Program::multiply(const MatmulArgs& args) {
-    const int64_t work = int64_t{args.num_rows} * kPanelRows * args.weights.cols;
+    const int64_t work = int64_t{args.num_rows} * 2 * kPanelRows * args.weights.cols;
     const int64_t panels = (args.weights.rows + kPanelRows - 1) / kPanelRows;
-    share(panels, work, [&](int64_t begin, int64_t end) { kernels_.matmul.run(args, begin, end); });
+    share((panels + 1) / 2, work, [&](int64_t begin, int64_t end) {
+        kernels_.matmul.run(args, 2 * begin, std::min(2 * end, panels));
+    });
 }
 
 void Program::run_matmul(const Op& op, int rows) {
