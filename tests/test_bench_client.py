@@ -6,21 +6,14 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from chairlift.bench.client import Api, BenchError, Client, ServerKind, Target, connect, discover
+from chairlift.bench.client import Api, Client, ServerKind, Target
 from chairlift.bench.dialect import Ask
-from chairlift.bench.live import Api as Choice
-from chairlift.bench.live import Shared
-from chairlift.bench.report import Output
 from chairlift.bench.sample import EventKind, Failure, Sample
-from chairlift.bench.wire import BadStream, LineParser, Message, SseParser
 from mock_llm import (
     DONE,
     PING,
@@ -35,7 +28,6 @@ from mock_llm import (
     refusal,
     run_virtual,
     sse,
-    tcp,
     usage,
     virtual_clock,
     whole,
@@ -54,51 +46,6 @@ def ask(reply: Reply | Script, target: Target | None = None, **options: Any) -> 
 
 def kinds(sample: Sample) -> list[EventKind]:
     return [event.kind for event in sample.events]
-
-
-# -- bytes to messages ------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=80)
-@given(
-    st.lists(st.one_of(st.binary(max_size=12), st.none()), max_size=8),
-    st.sampled_from([b"\n", b"\r\n", b"\r"]),
-    st.data(),
-)
-def test_a_stream_is_the_same_however_it_is_cut(payloads: list[bytes | None], end: bytes, data: st.DataObject) -> None:
-    """Half a line at the end of a packet that is taken for a whole one, or \\r and \\n counted as two line ends."""
-    wanted = [p if p is None else p.replace(b"\r", b"x").replace(b"\n", b"y") for p in payloads]
-    events = [b": ping" + end if p is None else b"data: " + p + end + end for p in [*wanted, b"x"]]
-    stream = b"".join(events)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
-    parser = SseParser()
-    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    messages = [message for piece in [*pieces, b"\n"] for message in parser.feed(piece)]
-    assert [message.data for message in messages] == [*wanted, b"x"]
-    assert sum(message.num_bytes for message in messages) in (len(stream), len(stream) + 1)
-
-
-def test_lines_of_an_event_are_joined_and_other_fields_are_not_data() -> None:
-    """An event's name, or its second line, taken for a message of its own."""
-    (message,) = SseParser().feed(b"event: x\nid: 3\ndata:{\ndata: }\n\n")
-    assert message == Message(b"{\n}", 31)
-
-
-def test_a_message_without_end_is_no_message() -> None:
-    """A server that sends one endless line and fills this machine's memory."""
-    for parser in (SseParser(), LineParser()):
-        assert parser.feed(b"x" * 2**19) == []
-        with pytest.raises(BadStream):
-            parser.feed(b"x" * (2**19 + 1))
-    with pytest.raises(BadStream):
-        SseParser().feed((b"data: " + b"x" * 2**10 + b"\n") * 2**10)
-
-
-def test_lines_of_json_survive_any_cut() -> None:
-    """Ollama's own API, whose lines end where packets do not."""
-    parser = LineParser()
-    assert parser.feed(b'{"a"') == []
-    assert parser.feed(b': 1}\n\n{"b') == [Message(b'{"a": 1}', 9)]
 
 
 # -- what is a token --------------------------------------------------------------------------------------------------
@@ -396,90 +343,6 @@ def test_text_completions() -> None:
     assert (seen.text, seen.first_token_s) == ("Hi", 1.0)
 
 
-@pytest.mark.parametrize(
-    ("owner", "kind"),
-    [
-        ("chairlift", ServerKind.CHAIRLIFT),
-        ("vllm", ServerKind.VLLM),
-        ("llamacpp", ServerKind.LLAMA_SERVER),
-        ("library", ServerKind.OLLAMA),
-        ("somebody", ServerKind.OTHER),
-    ],
-)
-def test_servers_are_known_by_what_they_say(owner: str, kind: ServerKind) -> None:
-    """A vLLM asked in words that only Chairlift knows."""
-    found = discovered({"/v1/models": json.dumps({"data": [{"id": "a", "owned_by": owner}, {"id": "b"}]})})
-    assert (found.kind, found.model) == (kind, "a")
-
-
-def test_ollama_is_known_by_its_version() -> None:
-    """A model of a person's own, which Ollama says that person owns."""
-    assert discovered({"/api/version": '{"version": "0.9.0"}'}).kind is ServerKind.OLLAMA
-    assert discovered({"/api/version": "[]"}).kind is ServerKind.OTHER
-
-
-@pytest.mark.parametrize("page", ["oops", "[]", '{"data": [1]}', '{"data": []}'])
-def test_a_server_without_models_is_told_so(page: str) -> None:
-    """A traceback where one line would do; but a model that was named needs no list."""
-    with pytest.raises(BenchError, match="no model"):
-        discovered({"/v1/models": page})
-    assert discovered({"/v1/models": page}, Target("http://mock", "mine")).model == "mine"
-
-
-def test_a_server_with_keys_says_so() -> None:
-    """ "No model" where it is a key that is missing."""
-
-    async def test() -> None:
-        mock = MockLLM(lambda *_: refusal(500))
-        mock.page_status = 401
-        async with mock.client() as client:
-            with pytest.raises(BenchError, match="wants a key"):
-                await discover(client)
-
-    run_virtual(test())
-
-
-def test_what_chairlift_says_of_itself() -> None:
-    """A ceiling that is known and not shown, or one made up for a server that tells none."""
-    facts = {"one_stream_ceiling_tokens_per_s": 90.5, "model": {"chat_template": False}}
-    listed = {"data": [{"id": "a", "owned_by": "chairlift", "chairlift": facts}, {"id": "b", "chairlift": 3}]}
-
-    async def test(model: str) -> tuple[float | None, dict[str, Any]]:
-        mock = MockLLM(lambda *_: refusal(500), {"/v1/models": json.dumps(listed)})
-        async with mock.client(Target("http://mock", model)) as client:
-            assert client.ceiling is None
-            await discover(client)
-            return client.ceiling, client.card
-
-    assert run_virtual(test("a")) == (90.5, facts)
-    assert run_virtual(test("b")) == (None, {})
-
-
-@pytest.mark.parametrize(
-    ("asked", "has_template", "api"),
-    [
-        ("auto", True, Api.CHAT),
-        ("auto", False, Api.COMPLETIONS),
-        ("chat", False, Api.CHAT),
-        ("completions", True, Api.COMPLETIONS),
-        ("ollama", True, Api.OLLAMA),
-    ],
-)
-def test_a_model_without_a_chat_template_is_asked_for_text(asked: str, has_template: bool, api: Api) -> None:
-    """Every request to a base model refused, because nobody said which API."""
-    facts = {"model": {"chat_template": has_template}}
-    listed = {"data": [{"id": "a", "owned_by": "chairlift", "chairlift": facts}]}
-
-    async def test() -> Api:
-        mock = MockLLM(lambda *_: refusal(500), {"/v1/models": json.dumps(listed)})
-        async with tcp(mock) as url:
-            shared = Shared(Output(), None, Choice(asked), None, None, 10.0)
-            async with connect(url, shared) as client:
-                return client.target.api
-
-    assert asyncio.run(test()) is api
-
-
 def test_who_leaves_takes_the_connection_along() -> None:
     """Streams that run on in the server after Ctrl-C."""
 
@@ -495,14 +358,6 @@ def test_who_leaves_takes_the_connection_along() -> None:
             assert mock.num_left == 1
 
     run_virtual(test())
-
-
-def discovered(pages: dict[str, str | Callable[[], str]], target: Target | None = None) -> Target:
-    async def test() -> Target:
-        async with MockLLM(lambda *_: refusal(500), pages).client(target or Target("http://mock")) as client:
-            return await discover(client)
-
-    return run_virtual(test())
 
 
 def test_serving_does_not_load_the_bench() -> None:
