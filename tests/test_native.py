@@ -25,7 +25,7 @@ ARCHITECTURES = ["llama", "qwen2", "qwen3"]
 WEIGHT_TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"]
 KV_DTYPES: list[KVDtype] = ["f16", "int8"]
 LONG_BLOCKS = 150
-"""Enough for positions beyond two of the attention's splits (1,024 each)."""
+"""Enough for positions beyond four of the attention's splits (512 each)."""
 
 
 def row_errors(got: F32, expected: F32) -> F32:

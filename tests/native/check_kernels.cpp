@@ -178,21 +178,38 @@ Sequence random_sequence(const Kernels& kernels, const KVShape& shape, int lengt
     return sequence;
 }
 
-// The last `rows` positions of a sequence, together and one by one.
-void attend_once(const Kernels& kernels, KVType type, Random& random) {
+// A task in splits, the last first, each into memory of its own size.
+std::vector<float> attend_in_splits(const AttentionKernels& kernels, AttendTask task, size_t num_floats) {
+    std::vector<float> out(num_floats);
+    task.out = out.data();
+    const size_t floats = part_floats(*task.shape, task.num_rows * task.group_size);
+    std::vector<float> parts;
+    for (int split = num_splits(task); split-- > 0;) {
+        std::vector<float> part(floats);
+        kernels.attend_split(task, split, part.data());
+        parts.insert(parts.begin(), part.begin(), part.end());
+    }
+    kernels.join(task, parts.data());
+    return out;
+}
+
+// The last `rows` positions of a sequence: together, one by one, and in splits.
+void attend_once(const Kernels& kernels, KVType type, int longest, Random& random) {
     const int head_dim = 8 * (1 + random.below(16));
     const int group = 1 + random.below(8);
     const int rows = 1 + random.below(kMaxTaskQueries / group);
-    const int length = rows + random.below(200);
+    const int length = rows + random.below(longest);
     const KVShape shape = kv_shape(type, 1 + random.below(3), head_dim);
     const Sequence sequence = random_sequence(kernels, shape, length, random);
     const int stride = group * head_dim;
     const std::vector<float> queries = random.reals(static_cast<size_t>(rows * stride));
     const auto attend = [&](int first, int count) {
         std::vector<float> out(static_cast<size_t>(count * stride));
-        kernels.attention.attend({&sequence.shape, sequence.layer.data(), sequence.blocks.data(), shape.num_kv_heads - 1,
-                                  group, count, length - rows + first, queries.data() + first * stride, stride, out.data(),
-                                  stride, 1.0F / std::sqrt(static_cast<float>(head_dim))});
+        const AttendTask task{&sequence.shape, sequence.layer.data(), sequence.blocks.data(), shape.num_kv_heads - 1,
+                              group, count, length - rows + first, queries.data() + first * stride, stride, out.data(),
+                              stride, 1.0F / std::sqrt(static_cast<float>(head_dim))};
+        kernels.attention.attend(task);
+        CHECK(attend_in_splits(kernels.attention, task, out.size()) == out);
         return out;
     };
     const std::vector<float> together = attend(0, rows);
@@ -288,7 +305,10 @@ void check_rows() {
 void check_attention() {
     for (const Isa isa : available_isas()) {
         Random random(5);
-        for (int i = 0; i < 60; ++i) attend_once(kernels(isa), i % 2 == 0 ? KVType::f16 : KVType::int8, random);
+        for (int i = 0; i < 64; ++i) {
+            const int longest = i < 60 ? 200 : 3 * kSplitPositions;
+            attend_once(kernels(isa), i % 2 == 0 ? KVType::f16 : KVType::int8, longest, random);
+        }
     }
 }
 

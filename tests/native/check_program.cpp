@@ -16,7 +16,7 @@ constexpr int kHidden = 64;
 constexpr int kHeadDim = 16;
 constexpr int kVocab = 200;
 constexpr int kMaxRows = 48;
-constexpr int kNumBlocks = 8;
+constexpr int kNumBlocks = 72;
 
 std::shared_ptr<PackedMatrix> random_matrix(int64_t rows, int64_t cols, Random& random) {
     std::vector<uint8_t> bytes(static_cast<size_t>(rows * source_row_bytes(SourceType::q4_0, cols)));
@@ -108,14 +108,29 @@ std::vector<float> run_chunks(Program& program, int rows, int chunk) {
     return all;
 }
 
+// A few rows alone beyond two splits of attention, so that threads share one context.
+std::vector<float> run_late(Program& program) {
+    constexpr int kLate = 2 * kSplitPositions + 5;
+    run_chunks(program, kLate, kMaxRows);
+    std::vector<float> all;
+    for (int row = kLate; row < kLate + 4; ++row) {
+        const std::vector<float> one = run_rows(program, row, row + 1);
+        all.insert(all.end(), one.begin(), one.end());
+    }
+    return all;
+}
+
 }  // namespace
 
 void check_program() {
     for (const Isa isa : available_isas()) {
-        const std::vector<float> whole = run_rows(*make_program(isa, 1), 0, kMaxRows);
+        const std::unique_ptr<Program> single = make_program(isa, 1);
+        const std::vector<float> whole = run_rows(*single, 0, kMaxRows);
+        const std::vector<float> late = run_late(*single);
         for (const int threads : {1, 2, 4}) {
             const std::unique_ptr<Program> program = make_program(isa, threads);
             for (const int chunk : {1, 5, 16, kMaxRows}) CHECK(run_chunks(*program, kMaxRows, chunk) == whole);
+            CHECK(run_late(*program) == late);
         }
     }
 }

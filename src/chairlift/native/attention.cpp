@@ -9,10 +9,16 @@
 namespace chairlift::CHAIRLIFT_ISA_NS {
 namespace {
 
-constexpr int kTokenVecs = kBlockTokens / kLanes;  // vectors that hold one lane of a block's keys
+// A pack of queries meets kWide vectors of K or V at a time. These kMaxPack * kWide sums, with what goes into them, fill the
+// level's registers: 32 with AVX-512, 16 else.
+constexpr int kWide = CHAIRLIFT_ISA_LEVEL == 2 ? 4 : 2;
+constexpr int kMaxPack = CHAIRLIFT_ISA_LEVEL == 0 ? 4 : 6;
+constexpr int kBlockVecs = kBlockTokens / kLanes;  // vectors that hold one lane of a block's keys
+constexpr int kWideBlocks = kWide / kBlockVecs;
 constexpr int kTileBlocks = kTilePositions / kBlockTokens;
-constexpr int kMaxPack = kLanes == 16 ? 8 : 4;  // queries that share a load of K or V: as many as there are registers for
-static_assert(kBlockTokens % kLanes == 0 && kTilePositions % kBlockTokens == 0 && kSplitPositions % kTilePositions == 0);
+constexpr int kLineBytes = 64;
+constexpr float kInverseLn2 = 1.44269504F;
+static_assert(kBlockTokens % kLanes == 0 && kTileBlocks % kWideBlocks == 0 && kSplitPositions % kTilePositions == 0);
 
 struct F16 {
     using Element = uint16_t;
@@ -23,93 +29,133 @@ struct Int8 {
     CHAIRLIFT_INLINE Vec load_vec(const Element* p) { return load_i8(p); }
 };
 
-float exp_of(float x) {
+float exp2_of(float x) {
     float lanes[kLanes];
-    store(lanes, exp(splat(x)));
+    store(lanes, exp2(splat(x)));
     return lanes[0];
 }
 
 int lanes_left(int n, int i) { return n - i < kLanes ? n - i : kLanes; }
 
-// The online softmax of each of a task's queries over the positions seen so far.
-struct State {
-    float max[kMaxTaskQueries];
-    float sum[kMaxTaskQueries];
-    float values[kMaxTaskQueries][kMaxHeadDim];
+int padded_dim(const KVShape& shape) { return (shape.head_dim + kLanes - 1) / kLanes * kLanes; }
 
-    void clear(const AttendTask& task, int first_query, int num_queries) {
-        for (int query = first_query; query < num_queries; ++query) {
-            max[query] = -INFINITY;
-            sum[query] = 0.0F;
-            // Whole vectors: the kernel reads and writes past an odd head_dim.
-            const int padded = (task.shape->head_dim + kLanes - 1) / kLanes * kLanes;
-            memset(values[query], 0, sizeof(float) * static_cast<size_t>(padded));
-        }
-    }
+int num_queries(const AttendTask& task) { return task.num_rows * task.group_size; }
+
+// The first query of the first row that reads `position`, or one later.
+int first_query_at(const AttendTask& task, int position) {
+    const int row = position - task.first_position;
+    return row > 0 ? row * task.group_size : 0;
+}
+
+// The online softmax of each of a task's queries over the positions of a split seen so far: a view of part_floats().
+// Scores are in units of ln 2, so that 2^x takes the place of e^x.
+template <class Float>
+struct State {
+    Float* max;
+    Float* sum;
+    Float* values;  // (query, dim), the lanes beyond head_dim without meaning
+    int dim;
+
+    State(Float* part, const AttendTask& task)
+        : max(part), sum(max + num_queries(task)), values(sum + num_queries(task)), dim(padded_dim(*task.shape)) {}
 };
 
-// A tile's records, one per block.
+// A task's queries times its scale, cut into packs as equal as they can be: (pack, lane, query of the pack), so that a lane
+// of all queries of a pack lies side by side.
+struct Queries {
+    int num_packs;
+    float lanes[kMaxTaskQueries * kMaxHeadDim];
+
+    explicit Queries(const AttendTask& task) : num_packs((num_queries(task) + kMaxPack - 1) / kMaxPack) {
+        const int head_dim = task.shape->head_dim;
+        for (int pack = 0; pack < num_packs; ++pack) {
+            const int first = first_query(task, pack);
+            const int width = first_query(task, pack + 1) - first;
+            for (int i = 0; i < width; ++i) {
+                const int query = first + i;
+                const float* const from =
+                    task.queries + query / task.group_size * task.query_stride + query % task.group_size * head_dim;
+                float* const to = lanes + first * head_dim + i;
+                for (int lane = 0; lane < head_dim; ++lane) to[lane * width] = from[lane] * (task.scale * kInverseLn2);
+            }
+        }
+    }
+
+    int first_query(const AttendTask& task, int pack) const { return num_queries(task) * pack / num_packs; }
+};
+
+// A tile's records, one per block, and those of the next tile, fetched meanwhile.
 struct Tile {
     const uint8_t* records[kTileBlocks];
+    const uint8_t* next[kTileBlocks];
     int first_position;
     int num_positions;  // that any row of the task reads
 };
 
-const float* query_of(const AttendTask& task, int query) {
-    return task.queries + query / task.group_size * task.query_stride + query % task.group_size * task.shape->head_dim;
-}
-
-Tile tile_at(const AttendTask& task, int first_position, int end) {
-    Tile tile;
-    tile.first_position = first_position;
-    tile.num_positions = end - first_position < kTilePositions ? end - first_position : kTilePositions;
-    const int num_blocks = (tile.num_positions + kBlockTokens - 1) / kBlockTokens;
-    for (int i = 0; i < num_blocks; ++i) {
-        const size_t block = static_cast<size_t>(task.blocks[first_position / kBlockTokens + i]);
-        tile.records[i] = task.layer + block * task.shape->block_bytes +
-                          static_cast<size_t>(task.kv_head) * task.shape->record_bytes;
+// The records of the kTileBlocks blocks from `position` on; the last one before `end` stands in for those beyond it.
+void find_records(const AttendTask& task, int position, int end, const uint8_t** records) {
+    const int last = (end - 1) / kBlockTokens;
+    for (int i = 0; i < kTileBlocks; ++i) {
+        const int at = position / kBlockTokens + i;
+        const size_t block = static_cast<size_t>(task.blocks[at < last ? at : last]);
+        records[i] = task.layer + block * task.shape->block_bytes +
+                     static_cast<size_t>(task.kv_head) * task.shape->record_bytes;
     }
-    return tile;
 }
 
-// A few queries (a pack) of a task against one tile.
+// Some queries of a task against one tile.
 template <class Cell, int kPack>
 struct Pack {
     using Element = typename Cell::Element;
 
     const AttendTask& task;
     const Tile& tile;
-    State& state;
+    const State<float>& state;
     int first_query;
     float weights[kPack][kTilePositions];  // scores, then softmax weights
     float carry[kPack];                    // what the new maximum leaves of the sums so far
 
-    Pack(const AttendTask& t, const Tile& where, State& s, int first) : task(t), tile(where), state(s), first_query(first) {}
+    Pack(const AttendTask& of, const Tile& on, const State<float>& into, int first)
+        : task(of), tile(on), state(into), first_query(first) {}
 
-    int num_blocks() const { return (tile.num_positions + kBlockTokens - 1) / kBlockTokens; }
     const float* scales(int block, int which) const {
         const uint8_t* const at = tile.records[block] + task.shape->scale_offset;
         return reinterpret_cast<const float*>(at) + which * kBlockTokens;
     }
 
-    void score_block(int block) {
-        const Element* keys = reinterpret_cast<const Element*>(tile.records[block]);
-        const float* queries[kPack];
-        for (int i = 0; i < kPack; ++i) queries[i] = query_of(task, first_query + i);
-        Vec dots[kPack][kTokenVecs];
+    // Scores of kWideBlocks blocks from `first` on.
+    void score(const float* queries, int first) {
+        constexpr int kStep = kLineBytes / (kBlockTokens * static_cast<int>(sizeof(Element)));  // lanes of a cache line
+        const Element* keys[kWideBlocks];
+        for (int b = 0; b < kWideBlocks; ++b) keys[b] = reinterpret_cast<const Element*>(tile.records[first + b]);
+        Vec dots[kPack][kWide];
         for (auto& row : dots) {
             for (Vec& dot : row) dot = zero();
         }
-        for (int lane = 0; lane < task.shape->head_dim; ++lane, keys += kBlockTokens) {
-            for (int v = 0; v < kTokenVecs; ++v) {
-                const Vec key = Cell::load_vec(keys + v * kLanes);
-                for (int i = 0; i < kPack; ++i) dots[i][v] = fma(splat(queries[i][lane]), key, dots[i][v]);
+        for (int start = 0; start < task.shape->head_dim; start += kStep) {
+            for (int b = 0; b < kWideBlocks; ++b) prefetch(tile.next[first + b] + start / kStep * kLineBytes);
+#pragma GCC unroll 4
+            for (int lane = start; lane < start + kStep; ++lane, queries += kPack) {
+                Vec key[kWide];
+#pragma GCC unroll 4
+                for (int v = 0; v < kWide; ++v) {
+                    key[v] = Cell::load_vec(keys[v / kBlockVecs] + lane * kBlockTokens + v % kBlockVecs * kLanes);
+                }
+#pragma GCC unroll 6
+                for (int i = 0; i < kPack; ++i) {
+                    const Vec query = splat(queries[i]);
+#pragma GCC unroll 4
+                    for (int v = 0; v < kWide; ++v) dots[i][v] = fma(query, key[v], dots[i][v]);
+                }
             }
         }
-        for (int v = 0; v < kTokenVecs; ++v) {
-            Vec factor = splat(task.scale);
-            if (sizeof(Element) == 1) factor = factor * load(scales(block, 0) + v * kLanes);
-            for (int i = 0; i < kPack; ++i) store(weights[i] + block * kBlockTokens + v * kLanes, dots[i][v] * factor);
+        for (int v = 0; v < kWide; ++v) {
+            const int at = first * kBlockTokens + v * kLanes;
+            for (int i = 0; i < kPack; ++i) {
+                Vec scores = dots[i][v];
+                if (sizeof(Element) == 1) scores = scores * load(scales(at / kBlockTokens, 0) + at % kBlockTokens);
+                store(weights[i] + at, scores);
+            }
         }
     }
 
@@ -117,117 +163,172 @@ struct Pack {
     void soften(int i) {
         const int query = first_query + i;
         float* const w = weights[i];
-        const int width = num_blocks() * kBlockTokens;
         const int visible = task.first_position + query / task.group_size + 1 - tile.first_position;
-        for (int t = visible; t < width; ++t) w[t] = -INFINITY;
+        if (visible <= 0) {
+            memset(w, 0, sizeof weights[i]);
+            carry[i] = 1.0F;
+            return;
+        }
+        for (int t = visible < tile.num_positions ? visible : tile.num_positions; t < kTilePositions; ++t) w[t] = -INFINITY;
         Vec largest = splat(state.max[query]);
-        for (int t = 0; t < width; t += kLanes) largest = max(largest, load(w + t));
+#pragma GCC unroll 8
+        for (int t = 0; t < kTilePositions; t += kLanes) largest = max(largest, load(w + t));
         const float top = max_lane(largest);
         Vec total = zero();
-        for (int t = 0; t < width; t += kLanes) {
-            const Vec weight = exp(load(w + t) - splat(top));
-            store(w + t, weight);
+#pragma GCC unroll 8
+        for (int t = 0; t < kTilePositions; t += kLanes) {
+            Vec weight = exp2(load(w + t) - splat(top));
             total = total + weight;
+            if (sizeof(Element) == 1) weight = weight * load(scales(t / kBlockTokens, 1) + t % kBlockTokens);
+            store(w + t, weight);
         }
-        carry[i] = exp_of(state.max[query] - top);
+        carry[i] = exp2_of(state.max[query] - top);
         state.sum[query] = state.sum[query] * carry[i] + sum(total);
         state.max[query] = top;
-        if (sizeof(Element) == 1) {
-            for (int t = 0; t < width; t += kLanes) {
-                store(w + t, load(w + t) * load(scales(t / kBlockTokens, 1) + t % kBlockTokens));
+    }
+
+    // state.values = state.values * carry + weights @ V in kVecs vectors from `lane` on, positions in ascending order.
+    template <int kVecs>
+    void add_lanes(int lane) {
+        const size_t row = static_cast<size_t>(task.shape->head_dim) * sizeof(Element);  // bytes of a position
+        const size_t offset = task.shape->value_offset + static_cast<size_t>(lane) * sizeof(Element);
+        float* const values = state.values + first_query * state.dim + lane;
+        Vec sums[kPack][kVecs];
+        for (int i = 0; i < kPack; ++i) {
+            for (int v = 0; v < kVecs; ++v) sums[i][v] = load(values + i * state.dim + v * kLanes) * splat(carry[i]);
+        }
+        for (int t = 0; t < tile.num_positions; ++t) {
+            const size_t at = offset + static_cast<size_t>(t % kBlockTokens) * row;
+            const auto* const from = reinterpret_cast<const Element*>(tile.records[t / kBlockTokens] + at);
+            Vec value[kVecs];
+#pragma GCC unroll 4
+            for (int v = 0; v < kVecs; ++v) value[v] = Cell::load_vec(from + v * kLanes);
+#pragma GCC unroll 4
+            for (size_t ahead = 0; ahead < kVecs * kLanes * sizeof(Element); ahead += kLineBytes) {
+                prefetch(tile.next[t / kBlockTokens] + at + ahead);
             }
+#pragma GCC unroll 6
+            for (int i = 0; i < kPack; ++i) {
+                const Vec weight = splat(weights[i][t]);
+#pragma GCC unroll 4
+                for (int v = 0; v < kVecs; ++v) sums[i][v] = fma(weight, value[v], sums[i][v]);
+            }
+        }
+        for (int i = 0; i < kPack; ++i) {
+            for (int v = 0; v < kVecs; ++v) store(values + i * state.dim + v * kLanes, sums[i][v]);
         }
     }
 
-    // state.values = state.values * carry + weights @ V, positions in ascending order.
-    void add_values() {
-        const int head_dim = task.shape->head_dim;
-        for (int lane = 0; lane < head_dim; lane += kLanes) {
-            Vec sums[kPack];
-            for (int i = 0; i < kPack; ++i) sums[i] = load(state.values[first_query + i] + lane) * splat(carry[i]);
-            for (int t = 0; t < tile.num_positions; ++t) {
-                const uint8_t* const plane = tile.records[t / kBlockTokens] + task.shape->value_offset;
-                const Element* const values = reinterpret_cast<const Element*>(plane) + t % kBlockTokens * head_dim;
-                const Vec value = Cell::load_vec(values + lane);
-                for (int i = 0; i < kPack; ++i) sums[i] = fma(splat(weights[i][t]), value, sums[i]);
-            }
-            for (int i = 0; i < kPack; ++i) store(state.values[first_query + i] + lane, sums[i]);
-        }
-    }
-
-    void run() {
-        for (int block = 0; block < num_blocks(); ++block) score_block(block);
+    void run(const float* queries) {
+        for (int block = 0; block * kBlockTokens < tile.num_positions; block += kWideBlocks) score(queries, block);
         for (int i = 0; i < kPack; ++i) soften(i);
-        add_values();
+        int lane = 0;
+        for (; lane + kWide * kLanes <= state.dim; lane += kWide * kLanes) add_lanes<kWide>(lane);
+        for (; lane < state.dim; lane += kLanes) add_lanes<1>(lane);
     }
 };
 
-// Runs queries [first, end) in packs of kPack, and what is left in smaller ones.
+// Runs `width` queries, at most kPack.
 template <class Cell, int kPack>
-void run_packs(const AttendTask& task, const Tile& tile, State& state, int first, int end) {
-    for (; first + kPack <= end; first += kPack) Pack<Cell, kPack>(task, tile, state, first).run();
+void run_pack(const AttendTask& task, const Tile& tile, const State<float>& state, const float* queries, int first, int width) {
     if constexpr (kPack > 1) {
-        if (first < end) run_packs<Cell, kPack - 1>(task, tile, state, first, end);
+        if (width < kPack) return run_pack<Cell, kPack - 1>(task, tile, state, queries, first, width);
+    }
+    Pack<Cell, kPack>(task, tile, state, first).run(queries);
+}
+
+// One split, for the queries that read any of it.
+template <class Cell>
+void run_split(const AttendTask& task, const Queries& queries, int split, const State<float>& state) {
+    const int begin = split * kSplitPositions;
+    const int last = task.first_position + task.num_rows;
+    const int end = last - begin < kSplitPositions ? last : begin + kSplitPositions;
+    for (int query = 0; query < num_queries(task); ++query) {
+        state.max[query] = -INFINITY;
+        state.sum[query] = 0.0F;
+    }
+    memset(state.values, 0, sizeof(float) * static_cast<size_t>(num_queries(task) * state.dim));
+    Tile tile;
+    find_records(task, begin, end, tile.next);
+    for (int position = begin; position < end; position += kTilePositions) {
+        memcpy(tile.records, tile.next, sizeof tile.records);
+        find_records(task, position + kTilePositions, last, tile.next);
+        tile.first_position = position;
+        tile.num_positions = end - position < kTilePositions ? end - position : kTilePositions;
+        const int first_reader = first_query_at(task, position);
+        for (int pack = 0; pack < queries.num_packs; ++pack) {
+            const int first = queries.first_query(task, pack);
+            const int next = queries.first_query(task, pack + 1);
+            if (next <= first_reader) continue;
+            const float* const lanes = queries.lanes + first * task.shape->head_dim;
+            run_pack<Cell, kMaxPack>(task, tile, state, lanes, first, next - first);
+        }
     }
 }
 
-int first_query_at(const AttendTask& task, int position) {
-    const int row = position - task.first_position;
-    return row > 0 ? row * task.group_size : 0;
-}
-
-// Positions [begin, end), all within one split, for the queries that read any of them.
-template <class Cell>
-void attend_split(const AttendTask& task, int begin, int end, State& state) {
-    const int num_queries = task.num_rows * task.group_size;
-    state.clear(task, first_query_at(task, begin), num_queries);
-    for (int position = begin; position < end; position += kTilePositions) {
-        const Tile tile = tile_at(task, position, end);
-        run_packs<Cell, kMaxPack>(task, tile, state, first_query_at(task, position), num_queries);
+void run_split(const AttendTask& task, const Queries& queries, int split, const State<float>& state) {
+    if (task.shape->type == KVType::f16) {
+        run_split<F16>(task, queries, split, state);
+    } else {
+        run_split<Int8>(task, queries, split, state);
     }
 }
 
 // Joins a later split's state into the whole's.
-void merge(const AttendTask& task, int first_query, const State& part, State& whole) {
-    for (int query = first_query; query < task.num_rows * task.group_size; ++query) {
+void merge(const AttendTask& task, int split, const State<const float>& part, const State<float>& whole) {
+    for (int query = first_query_at(task, split * kSplitPositions); query < num_queries(task); ++query) {
         const float top = part.max[query] > whole.max[query] ? part.max[query] : whole.max[query];
-        const float keep = exp_of(whole.max[query] - top);
-        const float take = exp_of(part.max[query] - top);
+        const float keep = exp2_of(whole.max[query] - top);
+        const float take = exp2_of(part.max[query] - top);
         whole.max[query] = top;
         whole.sum[query] = whole.sum[query] * keep + part.sum[query] * take;
-        for (int lane = 0; lane < task.shape->head_dim; lane += kLanes) {
-            float* const values = whole.values[query] + lane;
-            store(values, load(values) * splat(keep) + load(part.values[query] + lane) * splat(take));
+        for (int lane = 0; lane < whole.dim; lane += kLanes) {
+            float* const values = whole.values + query * whole.dim + lane;
+            store(values, load(values) * splat(keep) + load(part.values + query * whole.dim + lane) * splat(take));
         }
     }
 }
 
-template <class Cell>
-void attend_cells(const AttendTask& task) {
-    State whole;
-    const int end = task.first_position + task.num_rows;
-    attend_split<Cell>(task, 0, end < kSplitPositions ? end : kSplitPositions, whole);
-    for (int begin = kSplitPositions; begin < end; begin += kSplitPositions) {
-        State part;
-        attend_split<Cell>(task, begin, end - begin < kSplitPositions ? end : begin + kSplitPositions, part);
-        merge(task, first_query_at(task, begin), part, whole);
-    }
-    for (int query = 0; query < task.num_rows * task.group_size; ++query) {
-        float* const out = task.out + query / task.group_size * task.out_stride +
-                           query % task.group_size * task.shape->head_dim;
-        for (int lane = 0; lane < task.shape->head_dim; lane += kLanes) {
-            const int left = lanes_left(task.shape->head_dim, lane);
-            store(out + lane, load(whole.values[query] + lane) / splat(whole.sum[query]), left);
+void write_out(const AttendTask& task, const State<float>& whole) {
+    const int head_dim = task.shape->head_dim;
+    for (int query = 0; query < num_queries(task); ++query) {
+        float* const out = task.out + query / task.group_size * task.out_stride + query % task.group_size * head_dim;
+        const Vec sum = splat(whole.sum[query]);
+        for (int lane = 0; lane < head_dim; lane += kLanes) {
+            store(out + lane, load(whole.values + query * whole.dim + lane) / sum, lanes_left(head_dim, lane));
         }
     }
 }
+
+constexpr size_t kMaxPartFloats = static_cast<size_t>(kMaxTaskQueries) * (2 + kMaxHeadDim);
 
 void attend(const AttendTask& task) {
-    if (task.shape->type == KVType::f16) {
-        attend_cells<F16>(task);
-    } else {
-        attend_cells<Int8>(task);
+    alignas(kLineBytes) float first[kMaxPartFloats];
+    alignas(kLineBytes) float later[kMaxPartFloats];
+    const Queries queries(task);
+    const State<float> whole(first, task);
+    run_split(task, queries, 0, whole);
+    for (int split = 1; split < num_splits(task); ++split) {
+        run_split(task, queries, split, State<float>(later, task));
+        merge(task, split, State<const float>(later, task), whole);
     }
+    write_out(task, whole);
+}
+
+void attend_split(const AttendTask& task, int split, float* part) {
+    const Queries queries(task);
+    run_split(task, queries, split, State<float>(part, task));
+}
+
+void join(const AttendTask& task, const float* parts) {
+    alignas(kLineBytes) float first[kMaxPartFloats];
+    const size_t floats = part_floats(*task.shape, num_queries(task));
+    memcpy(first, parts, sizeof(float) * floats);
+    const State<float> whole(first, task);
+    for (int split = 1; split < num_splits(task); ++split) {
+        merge(task, split, State<const float>(parts + static_cast<size_t>(split) * floats, task), whole);
+    }
+    write_out(task, whole);
 }
 
 void write_f16(const float* x, int head_dim, uint16_t* out, int stride) {
@@ -283,6 +384,6 @@ void write(const KVWrite& write) {
 
 }  // namespace
 
-const AttentionKernels attention_kernels = {write, attend};
+const AttentionKernels attention_kernels = {write, attend, attend_split, join};
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

@@ -8,8 +8,8 @@
 //           int8 only: 16 K scales, 16 V scales (f32, one per token)
 //
 // A row's result depends on its position alone: scores of tiles of 64 positions counted from position 0, an online softmax
-// from tile to tile, a fresh one every 1,024 positions, and these parts merged in ascending order; for one row as for many.
-// The 1,024 are where one long context can be shared out between threads without changing a bit.
+// from tile to tile, a fresh one every 512 positions (a split), and the splits joined in ascending order; for one row as
+// for many. At splits one long context is shared out between threads without changing a bit.
 #pragma once
 
 #include <stddef.h>
@@ -19,7 +19,7 @@ namespace chairlift {
 
 static constexpr int kBlockTokens = 16;
 static constexpr int kTilePositions = 64;
-static constexpr int kSplitPositions = 1024;
+static constexpr int kSplitPositions = 512;
 static constexpr int kMaxHeadDim = 256;
 static constexpr int kMaxTaskQueries = 32;  // rows x query heads of one attention task
 
@@ -64,9 +64,22 @@ struct AttendTask {
     float scale;            // head_dim ** -0.5
 };
 
+static inline int num_splits(const AttendTask& task) {
+    return (task.first_position + task.num_rows + kSplitPositions - 1) / kSplitPositions;
+}
+
+// Floats that a split of a task of so many queries leaves: maximum and sum of each, and its weighted sum of the values.
+static inline size_t part_floats(const KVShape& shape, int num_queries) {
+    return static_cast<size_t>(num_queries) * (2 + (static_cast<size_t>(shape.head_dim) + 15) / 16 * 16);
+}
+
 struct AttentionKernels {
     void (*write)(const KVWrite& write);
     void (*attend)(const AttendTask& task);
+    // The same in pieces, on any threads: each of the num_splits(task) splits into part_floats() of its own, in any order;
+    // then all parts, which lie one after the other, into the rows' outputs.
+    void (*attend_split)(const AttendTask& task, int split, float* part);
+    void (*join)(const AttendTask& task, const float* parts);
 };
 
 #ifdef CHAIRLIFT_ISA_NS

@@ -207,6 +207,7 @@ void Program::finish() {
                                   : rows * static_cast<size_t>(pad_lanes(buffer.width)) * sizeof(float);
     }
     arena_ = std::make_unique<Memory>(bytes, *pool_);
+    reserve_parts();
 }
 
 size_t Program::weight_bytes() const {

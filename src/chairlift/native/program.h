@@ -4,6 +4,7 @@
 // shared. Each op is cut into chunks for the pool and ends before the next begins.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -100,7 +101,23 @@ private:
         int num_rows;
         int first_head;
         int num_heads;
-        int table_start;
+        int table_start = 0;
+        int num_splits = 0;
+        int64_t work = 0;  // multiply-adds
+    };
+
+    // What one thread does at a time: a tile against one KV head, or one split of that.
+    struct Unit {
+        int tile;
+        int kv_head;
+        int split = -1;  // -1: all of them
+        int cut = -1;    // which of the tiles that were cut into splits
+    };
+
+    // A tile and KV head cut into splits, which are joined by whoever computes the last of them.
+    struct Cut {
+        std::atomic<int> num_left;
+        float* parts;
     };
 
     // The planes of a quantised buffer.
@@ -138,8 +155,14 @@ private:
     void run_matmul(const Op& op, int rows);
     void run_rope(const Op& op, int rows);
     void run_write_kv(const Op& op, const Step& step);
+    void reserve_parts();
+    void plan_attention(const Step& step, int group);
     void cut_tiles(const Step& step, int group);
+    void cut_units();
+    bool cut_splits(const Tile& tile, Unit unit, size_t& num_floats);
     void run_attend(const Op& op, const Step& step);
+    AttendTask attend_task(const Op& op, const Step& step, const Unit& unit) const;
+    void run_unit(const AttendTask& task, const Unit& unit);
     void run_logits(const Op& op, const Step& step, const StepResult& result);
     void gather_logit_rows(const Op& op, const Step& step, int first, int count);
     void multiply(const MatmulArgs& args);
@@ -160,7 +183,14 @@ private:
     Lanes head_in_;   // (kLogitTile, width): the gathered rows, as the head takes them
     Lanes head_out_;  // (kLogitTile, vocab)
     Lanes scratch_;   // (threads, 2 * vocab) for sampling
+    // How this step's attention is shared out; the same for all layers.
     std::vector<Tile> tiles_;
+    std::vector<Unit> units_;
+    int planned_group_ = 0;  // query heads a KV head that it is made for; 0: not made yet
+    int64_t attend_work_ = 0;
+    std::unique_ptr<Cut[]> cuts_;
+    int num_cuts_ = 0;
+    std::unique_ptr<Memory> parts_;  // what splits leave until they are joined
     std::mutex running_;
 };
 

@@ -72,8 +72,9 @@ void Program::run(const Step& step, const StepResult& result) {
     for (const Op& op : ops_) run_op(op, step, result);
 }
 
-// What all layers share: the rotations of the step's positions, and how attention is cut.
+// What all layers share: the rotations of the step's positions, and how attention is shared out.
 void Program::prepare(const Step& step) {
+    planned_group_ = 0;
     for (Rope& rope : ropes_) {
         const size_t pairs = rope.frequencies.size();
         each_row(step.num_rows(), static_cast<int64_t>(pairs) * 64, [&](int row) {
@@ -169,58 +170,6 @@ void Program::run_write_kv(const Op& op, const Step& step) {
         const int32_t slot = step.slots[static_cast<size_t>(row)];
         kernels_.attention.write({&cache_->shape(), cache_->layer(op.index), f32(op.a, row), f32(op.b, row), slot});
     });
-}
-
-// Cuts each sequence's rows so that rows times the query heads of one KV head fill a task.
-void Program::cut_tiles(const Step& step, int group) {
-    tiles_.clear();
-    const int heads = std::min(group, kMaxTaskQueries);
-    const int rows = std::max(1, kMaxTaskQueries / heads);
-    for (size_t sequence = 0; sequence + 1 < step.seq_starts.size(); ++sequence) {
-        const int end = step.seq_starts[sequence + 1];
-        for (int row = step.seq_starts[sequence]; row < end; row += rows) {
-            for (int head = 0; head < group; head += heads) {
-                tiles_.push_back({row, std::min(rows, end - row), head, std::min(heads, group - head),
-                                  step.table_starts[sequence]});
-            }
-        }
-    }
-}
-
-void Program::run_attend(const Op& op, const Step& step) {
-    const KVShape& shape = cache_->shape();
-    const int group = op.a.width / (shape.num_kv_heads * shape.head_dim);
-    cut_tiles(step, group);
-    int64_t work = 0;
-    for (const Tile& tile : tiles_) {
-        const int64_t positions = step.positions[static_cast<size_t>(tile.row)] + tile.num_rows;
-        work += 2 * positions * tile.num_rows * tile.num_heads * shape.head_dim;
-    }
-    const int num_tasks = static_cast<int>(tiles_.size()) * shape.num_kv_heads;
-    const auto attend = [&](int index) {
-        const Tile& tile = tiles_[static_cast<size_t>(index / shape.num_kv_heads)];
-        const int kv_head = index % shape.num_kv_heads;
-        const int lane = (kv_head * group + tile.first_head) * shape.head_dim;
-        kernels_.attention.attend({
-            .shape = &shape,
-            .layer = cache_->layer(op.index),
-            .blocks = step.block_tables.data() + tile.table_start,
-            .kv_head = kv_head,
-            .group_size = tile.num_heads,
-            .num_rows = tile.num_rows,
-            .first_position = step.positions[static_cast<size_t>(tile.row)],
-            .queries = f32(op.a, tile.row) + lane,
-            .query_stride = stride(op.a),
-            .out = f32(op.out, tile.row) + lane,
-            .out_stride = stride(op.out),
-            .scale = 1.0F / std::sqrt(static_cast<float>(shape.head_dim)),
-        });
-    };
-    if (work * shape.num_kv_heads < 2 * kChunkWork) {
-        for (int index = 0; index < num_tasks; ++index) attend(index);
-    } else {
-        pool_->run(num_tasks, attend);  // a task a chunk: their costs differ by far
-    }
 }
 
 void Program::gather_logit_rows(const Op& op, const Step& step, int first, int count) {

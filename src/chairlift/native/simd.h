@@ -37,4 +37,22 @@ CHAIRLIFT_INLINE Vec exp(Vec x) {
     return zero_below(times_pow2(y, n), x, lowest);
 }
 
+// 2^x to about 1.5 ulp for x <= 127; exactly 0 below -126, NaN stays NaN.
+CHAIRLIFT_INLINE Vec exp2(Vec x) {
+    const Vec lowest = splat(-126.0F);
+    const Vec clamped = max(lowest, x);
+    const Vec n = round(clamped);
+    const Vec r = clamped - n;
+    // Minimax of the relative error over [-1/2, 1/2] (9e-8), exact at 0.
+    Vec y = splat(1.326472614891827e-3F);
+    y = fma(y, r, splat(9.671512991189957e-3F));
+    y = fma(y, r, splat(5.550733581185341e-2F));
+    y = fma(y, r, splat(2.4022242426872253e-1F));
+    y = fma(y, r, splat(6.931470036506653e-1F));
+    y = fma(y, r, splat(1.0F));
+    return zero_below(times_pow2(y, n), x, lowest);
+}
+
+CHAIRLIFT_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+
 }  // namespace chairlift::CHAIRLIFT_ISA_NS
