@@ -268,6 +268,19 @@ def test_stamps_are_read_onto_the_clock_of_the_run() -> None:
     assert "include_timestamps" not in Ask("", 1, has_stamps=True).body(Target(""))["stream_options"]
 
 
+def test_nothing_is_compressed_unless_asked() -> None:
+    """A proxy that compresses for us alone, or that does not although it does for everybody else."""
+
+    async def test(**options: Any) -> str:
+        mock = MockLLM(lambda *_: paced(1, 0.0, 0.0))
+        async with mock.client(**options) as client:
+            await client.ask("Hello", 1)
+        return mock.headers[0]["accept-encoding"]
+
+    assert run_virtual(test()) == "identity"
+    assert run_virtual(test(accepts_gzip=True)) == "gzip, deflate"
+
+
 def test_the_key_is_sent() -> None:
     """A server with keys that cannot be measured."""
 

@@ -45,7 +45,7 @@ def test_streamed_or_not(server: Server, tmp_path: Path) -> None:
     for mode in ("streamed", "not streamed"):
         assert data[mode]["num_output_tokens"] == [24, 24]
         assert data[mode]["engine_ttft_s"] is not None
-    # A tiny model has reason for two warnings: random bytes wait until they are letters, and a cache may hold its weights.
+    # A tiny model has reason for two warnings: random bytes wait until they are letters, a cache may hold its weights.
     expected = ("tokens; gaps are between pieces", "where reading the weights for each token allows")
     assert [line for line in document["warnings"] if not any(words in line for words in expected)] == []
     assert "does not make the model faster" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from chairlift.bench.report import Output, Report
 from mock_llm import (
     WALL_START_S,
     MockLLM,
+    Reply,
     Script,
     buffered,
     delayed,
@@ -134,6 +136,18 @@ def test_without_stamps_it_says_what_it_cannot_know() -> None:
     assert "not exported" in clean.tables[0].rows[0]
 
 
+def test_a_compressed_stream_is_named() -> None:
+    """A proxy that compresses, found by nobody who measures without accepting it."""
+
+    def answer(n: int, request: dict[str, Any]) -> Reply:
+        plain = b"".join(data for _, data in spaced([0.1, *[0.02] * (request["max_tokens"] - 1)]))
+        return Reply([(5.0, gzip.compress(plain))], headers={"content-encoding": "gzip"})
+
+    report = run(MockLLM(answer), kind=ServerKind.OTHER)
+    assert report.verdict[0].startswith("this address: the whole answer comes at its end")
+    assert any("comes compressed (gzip)" in note for note in report.notes)
+
+
 def test_streams_that_fail_are_no_evidence() -> None:
     """A verdict on a proxy from its own error pages."""
     report = run(MockLLM(lambda *_: refusal(503, "full")))
@@ -170,8 +184,9 @@ def test_sizes_as_people_name_them(num_bytes: int, said: str) -> None:
         ("proxy_buffer_size 16k; proxy_buffers 8 16k;", Pattern.BUFFER, (16384,)),
         ("proxy_buffering off;", Pattern.CLEAN, None),
         ("proxy_http_version 1.1;", Pattern.CLEAN, None),  # chunks are passed on one by one, whatever the buffers
+        ("proxy_http_version 1.1; gzip on; gzip_types text/event-stream; gzip_min_length 0;", Pattern.WHOLE, None),
     ],
-    ids=["defaults", "16k", "off", "chunked"],
+    ids=["defaults", "16k", "off", "chunked", "gzip"],
 )
 def test_real_nginx_is_told_apart(
     tmp_path: Path, settings: str, pattern: Pattern, sizes: tuple[int, ...] | None
@@ -197,6 +212,7 @@ def test_real_nginx_is_told_apart(
     assert through.seen == "nginx"
     found = through.gathering
     assert found.pattern is pattern, found
+    assert {sample.content_encoding for sample in through.samples} == {"gzip" if "gzip" in settings else ""}
     if sizes is not None:
         assert found.num_bytes is not None
         assert any(abs(found.num_bytes / each - 1) < 0.06 for each in sizes), found

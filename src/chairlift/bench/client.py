@@ -60,7 +60,8 @@ class BenchError(ChairliftError):
 class Client:
     """Asks one target. `async with`; as many requests at once as are asked for, each on a connection of its own.
 
-    `timeout_s` bounds one whole request. `connector` replaces TCP in tests.
+    `timeout_s` bounds one whole request. `accepts_gzip` asks as browsers and most libraries do; without it nothing is
+    compressed on the way. `connector` replaces TCP in tests.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Client:
         clock: Clock | None = None,
         timeout_s: float = 600.0,
         trust_env: bool = False,
+        accepts_gzip: bool = False,
         connector: aiohttp.BaseConnector | None = None,
     ) -> None:
         self.target = target
@@ -78,6 +80,7 @@ class Client:
         self.clock = clock or Clock()
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         self._trust_env = trust_env
+        self._encodings = "gzip, deflate" if accepts_gzip else "identity"
         self._connector = connector
         self._session: aiohttp.ClientSession | None = None
 
@@ -88,7 +91,7 @@ class Client:
             connector=connector,
             timeout=self._timeout,
             trust_env=self._trust_env,
-            headers={"accept-encoding": "identity", "user-agent": "chairlift-bench"} | self.target.headers,
+            headers={"accept-encoding": self._encodings, "user-agent": "chairlift-bench"} | self.target.headers,
         )
         return self
 
@@ -148,6 +151,7 @@ class Client:
         async with self.session.post(url, data=payload, headers=headers, allow_redirects=False) as response:
             if response.status != 200:
                 return None, await _refusal(response)
+            answer.content_encoding = response.headers.get("content-encoding", "")
             if ask.is_streamed:
                 return await self._read_stream(response, answer)
             return await self._read_whole(response, answer)
@@ -272,6 +276,7 @@ def _filled(blank: Sample, answer: Answer, ended_s: float, outcome: _Outcome) ->
         failure_detail=outcome.detail,
         retry_after_s=outcome.retry_after_s,
         text=answer.text,
+        content_encoding=answer.content_encoding,
     )
 
 
@@ -286,13 +291,15 @@ _OWNERS = {
 
 
 @asynccontextmanager
-async def connect(url: str, shared: Shared, clock: Clock | None = None) -> AsyncIterator[Client]:
+async def connect(
+    url: str, shared: Shared, clock: Clock | None = None, *, accepts_gzip: bool = False
+) -> AsyncIterator[Client]:
     """A client by the options of the command line, its server known. Raises BenchError as `discover` does."""
     if not url.startswith(("http://", "https://")):
         raise BenchError(f"{url} is no address of a server", hint=f"http://{url} for example")
     api = Api(f"openai-{shared.api}") if shared.api in ("chat", "completions") else Api.CHAT
     target = Target(url, shared.model or "", Api.OLLAMA if shared.api == "ollama" else api, shared.api_key)
-    async with Client(target, clock=clock, timeout_s=shared.timeout_s) as client:
+    async with Client(target, clock=clock, timeout_s=shared.timeout_s, accepts_gzip=accepts_gzip) as client:
         await discover(client)
         model = client.card.get("model")
         if shared.api == "auto" and isinstance(model, dict) and model.get("chat_template") is False:

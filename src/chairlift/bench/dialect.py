@@ -135,6 +135,7 @@ class Answer:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.is_done = False
+        self.content_encoding = ""
 
     @property
     def text(self) -> str:

@@ -42,6 +42,11 @@ ADVICE = {
 }
 
 
+def _dial(url: str, shared: Shared, clock: Clock) -> AbstractAsyncContextManager[Client]:
+    """As browsers and libraries ask: a proxy that compresses does so only for those who accept it."""
+    return connect(url, shared, clock, accepts_gzip=True)
+
+
 @dataclass
 class Path:
     """One address of the server, and what came from it."""
@@ -87,7 +92,7 @@ class ProxyRun:
     shared: Shared
     num_requests: int
     num_tokens: int
-    dial: Dial = connect
+    dial: Dial = _dial
     clock: Clock = field(default_factory=Clock)
     paths: list[Path] = field(init=False)
 
@@ -249,6 +254,13 @@ def _notes(found: Sequence[tuple[Path, Gathering]]) -> list[str]:
             "Whether everything is late by the same time cannot be told from here: the engine's TTFT is not exported, "
             "or others used the server. A second address (--through) shows it."
         )
+    for path, _ in found:
+        encodings = sorted({sample.content_encoding for sample in path.answered if sample.content_encoding})
+        if encodings:
+            lines.append(
+                f"{path.name}: the stream comes compressed ({', '.join(encodings)}), and compressing gathers; "
+                "sizes are of what came out."
+            )
     seen = sorted({path.seen for path, _ in found if path.seen})
     if seen:
         lines.append(f"Response headers name: {', '.join(seen)}.")

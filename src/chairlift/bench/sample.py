@@ -100,6 +100,8 @@ class Sample:
     failure_detail: str = ""
     retry_after_s: float | None = None
     text: str = ""
+    content_encoding: str = ""
+    """How it was compressed on its way, if it was; sizes are of what came out."""
 
     @property
     def is_ok(self) -> bool:
