@@ -137,6 +137,15 @@ def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path: Path) -> None:
     assert json.loads(out.getvalue().split("\n")[-2]) == report().document()
 
 
+def test_a_picture_that_cannot_be_drawn_does_not_take_the_result(tmp_path: Path) -> None:
+    """An hour of measuring lost to a chart of the wrong shape."""
+    what = report(charts=[Chart("lines", "t", "x", "y", [Series("s", [1.0, 2.0], [1.0])])])
+    out = io.StringIO()
+    with pytest.raises(ValueError, match="same first dimension"):
+        emit(what, Output(html=tmp_path / "a.html"), stdout=out)
+    assert json.loads(out.getvalue().split("\n")[-2]) == what.document()
+
+
 def test_pictures_without_matplotlib_are_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

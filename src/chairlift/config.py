@@ -306,7 +306,10 @@ class Config:
         "native", one_of("native", "reference"), "The compiled kernels, or numpy: slow, and the specification."
     )
     isa: str | None = _machine(
-        None, one_of("portable", "avx2", "avx2_vnni", "avx512"), "Instruction set to use.", "the best this processor has"
+        None,
+        one_of("portable", "avx2", "avx2_vnni", "avx512"),
+        "Instruction set to use.",
+        "the best this processor has",
     )
 
     def require_safe_host(self) -> None:

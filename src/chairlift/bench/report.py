@@ -204,10 +204,12 @@ def emit(report: Report, output: Output, *, interrupted: bool = False, stdout: I
     out = sys.stdout if stdout is None else stdout
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="replace")  # a table may hold letters that the locale lacks
-    _print(report, out)
-    wrong = _write_files(report, output)
-    out.write(line(report) + "\n")
-    out.flush()
+    try:
+        _print(report, out)
+        wrong = _write_files(report, output)
+    finally:
+        out.write(line(report) + "\n")
+        out.flush()
     if wrong:
         raise ChairliftError("; ".join(wrong))
 
