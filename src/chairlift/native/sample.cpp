@@ -25,8 +25,8 @@ struct Ranked {
     bool before(const Ranked& other) const { return value > other.value || (value == other.value && id < other.id); }
 };
 
-// Tokens in descending order of exp((x - max) / temperature) without sorting them all: they are counted and weighed in
-// bins, and only a bin in which something is decided gets sorted.
+// Tokens in descending order of exp((x - max) / temperature) without sorting them: they are counted and weighed in bins,
+// and a bin in which something is decided is halved until few are left.
 class Ranking {
 public:
     // `weights`: room for row.size floats.
@@ -46,7 +46,7 @@ public:
         const int last = bin_of(std::min(weight, 1.0F));
         int64_t count = 0;
         for (int bin = 0; bin < last; ++bin) count += counts_[bin];
-        const std::vector<Ranked>& edge = sorted(last);
+        const std::vector<Ranked>& edge = members(last);
         return count + std::count_if(edge.begin(), edge.end(), [&](const Ranked& r) { return weights_[r.id] >= weight; });
     }
 
@@ -55,9 +55,9 @@ public:
         double mass = 0.0;
         for (int bin = 0; bin < kBins; ++bin) {
             if (count < counts_[bin]) {
-                const std::vector<Ranked>& edge = sorted(bin);
-                for (int64_t i = 0; i < count; ++i) mass += static_cast<double>(weights_[edge[i].id]);
-                return mass;
+                std::vector<Ranked>& edge = members(bin);
+                std::nth_element(edge.begin(), edge.begin() + count, edge.end(), is_before);
+                return mass + mass_between(edge.begin(), edge.begin() + count);
             }
             count -= counts_[bin];
             mass += masses_[bin];
@@ -84,39 +84,72 @@ public:
             mass += masses_[bin];
             ++bin;
         }
-        for (const Ranked& token : sorted(bin)) {
-            mass += static_cast<double>(weights_[token.id]);
-            ++rank;
-            if (reached(mass) || rank == count) return {rank - 1, token.id, mass};
+        std::vector<Ranked>& edge = members(bin);
+        auto begin = edge.begin();
+        auto end = edge.end();
+        while (end - begin > kFew) {
+            const auto middle = begin + (end - begin) / 2;
+            std::nth_element(begin, middle, end, is_before);
+            const double half = mass_between(begin, middle);
+            if (rank + (middle - begin) >= count || reached(mass + half)) {
+                end = middle;
+            } else {
+                rank += middle - begin;
+                mass += half;
+                begin = middle;
+            }
         }
-        // The bin's mass, summed in another order, promised more than its tokens hold: it ends at its last token.
-        return {rank - 1, bin_.back().id, mass};
+        std::sort(begin, end, is_before);
+        for (; begin != end; ++begin) {
+            mass += static_cast<double>(weights_[begin->id]);
+            ++rank;
+            if (reached(mass) || rank == count) return {rank - 1, begin->id, mass};
+        }
+        // The mass, summed in another order, promised more than the tokens hold: it ends at the last of them.
+        return {rank - 1, (end - 1)->id, mass};
     }
 
 private:
-    // Eight bins for each halving of the weight, and one for what is below the least of them.
-    static constexpr int kShift = 20;
+    // 32 bins for each halving of the weight, and one for what is below the least of them.
+    static constexpr int kShift = 18;
     static constexpr uint32_t kOneBits = 0x3f800000;
     static constexpr int kBins = (kOneBits >> kShift) + 1;
+    static constexpr int kFew = 32;          // tokens that are quicker sorted than halved
+    static constexpr int64_t kScanGain = 8;  // vector lanes a token that the scan must skip to be worth it
+
+    using Members = std::vector<Ranked>::const_iterator;
 
     static int bin_of(float weight) { return static_cast<int>((kOneBits - float_to_bits(weight)) >> kShift); }
 
-    // The tokens of one bin, in order; valid until the next call.
-    const std::vector<Ranked>& sorted(int bin) {
-        if (bin == sorted_bin_) return bin_;
-        bin_.clear();
+    static bool is_before(const Ranked& a, const Ranked& b) { return a.before(b); }
+
+    double mass_between(Members begin, Members end) const {
+        double mass = 0.0;
+        for (; begin != end; ++begin) mass += static_cast<double>(weights_[begin->id]);
+        return mass;
+    }
+
+    // The tokens of one bin, in no order; valid until the next call. The caller may reorder them.
+    std::vector<Ranked>& members(int bin) {
+        if (bin == bin_of_members_) return members_;
+        members_.clear();
+        bin_of_members_ = bin;
         // The least weight in the bin; the last one reaches down to 0.
         const uint32_t span = (static_cast<uint32_t>(bin) << kShift) + ((1U << kShift) - 1U);
         const float least = span >= kOneBits ? 0.0F : bits_to_float(kOneBits - span);
-        int64_t i = -1;
-        while ((i = row_.kernels.find(weights_, i + 1, row_.size, least)) < row_.size) {
-            if (bin_of(weights_[i]) == bin) {
-                bin_.push_back({(row_.values[i] - max_) / temperature_, static_cast<int32_t>(i)});
-            }
+        const auto add_if_member = [&](int64_t i) {
+            if (bin_of(weights_[i]) != bin) return;
+            members_.push_back({(row_.values[i] - max_) / temperature_, static_cast<int32_t>(i)});
+        };
+        int64_t num_found = 0;
+        for (int i = 0; i <= bin; ++i) num_found += counts_[i];
+        if (num_found * kScanGain > row_.size) {
+            for (int64_t i = 0; i < row_.size; ++i) add_if_member(i);
+            return members_;
         }
-        std::sort(bin_.begin(), bin_.end(), [](const Ranked& a, const Ranked& b) { return a.before(b); });
-        sorted_bin_ = bin;
-        return bin_;
+        int64_t i = -1;
+        while ((i = row_.kernels.find(weights_, i + 1, row_.size, least)) < row_.size) add_if_member(i);
+        return members_;
     }
 
     Row row_;
@@ -125,8 +158,8 @@ private:
     float* weights_;
     std::vector<int64_t> counts_;
     std::vector<double> masses_;
-    std::vector<Ranked> bin_;
-    int sorted_bin_ = -1;
+    std::vector<Ranked> members_;
+    int bin_of_members_ = -1;
 };
 
 // Bias, then penalties: repetition divides a positive logit and multiplies a negative one, presence and frequency are
