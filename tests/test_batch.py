@@ -73,3 +73,15 @@ def test_penalties_see_prompt_and_output_with_counts() -> None:
     assert dict(request.seen()) == {5: 0, 6: 1, 9: 1}
     request.output.append(9)
     assert dict(request.seen()) == {5: 0, 6: 1, 9: 2}
+
+
+def test_every_knob_arrives_in_its_field_of_the_record() -> None:
+    """Fault: the packed record and SAMPLE_DTYPE disagree, and one knob works as another."""
+    knobs: dict[str, float] = {"temperature": 0.5, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.5}
+    knobs |= {"presence_penalty": -0.25, "frequency_penalty": 2.0, "top_k": 7, "choice": 3, "seed": 2**64 - 2}
+    request = fake_request("a", [1, 2], **knobs, logprobs=4)
+    request.block_table[:] = [0]
+    request.output.append(9)
+    record = build(Step((Piece(request, 2, 1),), 0.0), 16).arrays.sample[0]
+    expected = {**knobs, "num_top": 4, "target": -1, "index": 1, "reserved": 0}
+    assert {name: record[name].item() for name in record.dtype.names} == expected

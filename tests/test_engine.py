@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from chairlift.engine.engine import Engine
-from chairlift.engine.observer import Observer
+from chairlift.engine.observer import Observer, StepStats
 from chairlift.engine.request import FinishReason, Output, Request
 from chairlift.errors import ContextLengthExceeded, Draining, QueueFull
-from chairlift.kernels.ops import StepArrays
+from chairlift.kernels.ops import LogitResult, StepArrays
 from chairlift.plan import Plan
 from fake_model import FakeModel, alone, fake_plan, fake_request, wait_until
 
@@ -238,3 +238,40 @@ def test_a_pool_too_small_for_everyone_preempts_and_nobody_notices() -> None:
             assert recorder.events.count((event, request.id)) == times
     assert service.engine.snapshot().num_preemptions > 0
     assert sum(r.num_preemptions for r in requests) == service.engine.snapshot().num_preemptions
+
+
+class Stats(Observer):
+    """Keeps what is told of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+
+    def step_done(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+
+
+class SlowCall(FakeModel):
+    """Takes two seconds a step on the test's clock, of which it says that so many were in the kernels."""
+
+    def __init__(self, num_blocks: int, now: list[float], in_kernels_s: float | None) -> None:
+        super().__init__(num_blocks)
+        self._now, self._in_kernels_s = now, in_kernels_s
+
+    def run(self, step: StepArrays) -> LogitResult:
+        result = super().run(step)
+        self._now[0] += 2.0
+        result.seconds = self._in_kernels_s
+        return result
+
+
+@pytest.mark.parametrize(("in_kernels_s", "overhead_s"), [(1.5, 0.5), (None, 0.0)])
+def test_overhead_is_all_that_is_not_in_the_kernels(in_kernels_s: float | None, overhead_s: float) -> None:
+    """Fault: arrays that are built, and a wait for the interpreter's lock, are taken for time in the kernels."""
+    now, plan, stats, outputs = [100.0], fake_plan(), Stats(), list[Output]()
+    model = SlowCall(plan.num_blocks, now, in_kernels_s)
+    engine = Engine(plan, model, deliver=outputs.extend, observers=[stats], clock=lambda: now[0])
+    engine.start()
+    engine.submit([fake_request("a", [5], max_tokens=4)])
+    wait_until(lambda: any(output.finish_reason for output in outputs))
+    engine.stop()
+    assert [(step.seconds, step.overhead_s) for step in stats.steps] == [(2.0, 0.0)] + [(2.0, overhead_s)] * 3

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chairlift.engine.budget import Budget
 from chairlift.engine.predictor import StepTime
 from chairlift.engine.request import Request
 from chairlift.engine.step import NO_WORK, Piece, Step, Work
@@ -54,8 +55,10 @@ def test_work_counts_what_a_step_does() -> None:
     assert Piece(plain, 0, 3).work == Work(rows=3, kv_tokens=1 + 2 + 3, context_tokens=3, logit_rows=0)
     assert Piece(plain, 39, 1).work == Work(rows=1, kv_tokens=40, context_tokens=40, logit_rows=1)
     assert Piece(scored, 16, 8).work == Work(rows=8, kv_tokens=164, context_tokens=24, logit_rows=8)
-    step = Step((Piece(plain, 38, 2), Piece(scored, 0, 1)), 0.0)
-    assert step.work == Work(rows=3, kv_tokens=39 + 40 + 1, context_tokens=41, logit_rows=2)
+    budget = Budget(StepTime(), max_rows=8)
+    for piece in (Piece(plain, 38, 2), Piece(scored, 0, 1)):
+        budget.spend(piece)
+    assert budget.work == Work(rows=3, kv_tokens=39 + 40 + 1, context_tokens=41, logit_rows=2)
 
 
 # -- bounded gaps -----------------------------------------------------------------------------------------------------

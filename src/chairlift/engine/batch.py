@@ -1,28 +1,33 @@
 """Step -> flat arrays: tokens, positions, slots, block tables, and the rows that need logits.
 
 The last pure-Python look at requests; below this line there are only arrays. Every array is int32 unless said.
+
+They grow as `array.array` and become numpy's by view: with the dozens of small numpy calls that this would take, the
+engine not only spends more time; each of them may let go of the interpreter, and the event loop takes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from chairlift.engine.request import Request, SamplingParams
+from chairlift.engine.request import Request
 from chairlift.engine.step import Piece, Step
-from chairlift.kernels.ops import F32, I32, SAMPLE_DTYPE, StepArrays
+from chairlift.kernels.ops import SAMPLE_DTYPE, StepArrays
 
 SAMPLES = -1
 """`Row.target` of a row that chooses the next token; otherwise the prompt token whose log-probability is wanted."""
 
+_RECORD = struct.Struct("@6f3i3IQ")  # SAMPLE_DTYPE
 
-@dataclass(frozen=True, slots=True)
-class LogitRow:
+
+class LogitRow(NamedTuple):
     """One row that needs logits: whose it is, where, and what for."""
 
     piece: int  # index into Step.pieces
@@ -40,32 +45,45 @@ class Batch:
 
 def build(step: Step, block_size: int, *, want_logits: bool = False) -> Batch:
     """Flattens a step. Rows of one request are consecutive; requests keep the step's order."""
-    pieces = step.pieces
-    seq_starts = _starts(piece.num_tokens for piece in pieces)
-    tables = [piece.request.block_table[: -(-piece.stop // block_size)] for piece in pieces]
-    positions = _concat([np.arange(piece.start, piece.stop, dtype=np.int32) for piece in pieces])
-    rows = tuple(row for i, piece in enumerate(pieces) for row in _logit_rows(i, piece, int(seq_starts[i])))
-    owners = [pieces[row.piece].request for row in rows]
+    tokens, positions, slots, tables = _ints(), _ints(), _ints(), _ints()
+    seq_starts, table_starts = _ints([0]), _ints([0])
+    rows: list[LogitRow] = []
+    for index, piece in enumerate(step.pieces):
+        table = piece.request.block_table[: -(-piece.stop // block_size)]
+        rows.extend(_logit_rows(index, piece, len(tokens)))
+        if piece.num_tokens == 1:  # the common case, and several times as fast
+            tokens.append(piece.request.token_at(piece.start))
+            positions.append(piece.start)
+            slots.append(table[-1] * block_size + piece.start % block_size)
+        else:
+            tokens.extend(piece.request.tokens_between(piece.start, piece.stop))
+            positions.extend(range(piece.start, piece.stop))
+            for run in _slots(table, piece, block_size):
+                slots.extend(run)
+        tables.extend(table)
+        seq_starts.append(len(tokens))
+        table_starts.append(len(tables))
+    owners = [step.pieces[row.piece].request for row in rows]
     bias = [_bias(request) if row.target == SAMPLES else {} for row, request in zip(rows, owners, strict=True)]
     seen = [_seen(request) if row.target == SAMPLES else {} for row, request in zip(rows, owners, strict=True)]
     arrays = StepArrays(
-        tokens=_ints(token for piece in pieces for token in piece.request.tokens_between(piece.start, piece.stop)),
-        positions=positions,
-        slots=_slots(tables, pieces, block_size),
-        seq_starts=seq_starts,
-        table_starts=_starts(map(len, tables)),
-        block_tables=_ints(block for table in tables for block in table),
-        logit_rows=_ints(row.row for row in rows),
-        sample=_records(rows, owners),
-        bias_starts=_starts(map(len, bias)),
-        bias_ids=_ints(token for entry in bias for token in entry),
-        bias_values=_floats(value for entry in bias for value in entry.values()),
-        seen_starts=_starts(map(len, seen)),
-        seen_ids=_ints(token for entry in seen for token in entry),
-        seen_counts=_ints(count for entry in seen for count in entry.values()),
+        tokens=np.asarray(tokens),
+        positions=np.asarray(positions),
+        slots=np.asarray(slots),
+        seq_starts=np.asarray(seq_starts),
+        table_starts=np.asarray(table_starts),
+        block_tables=np.asarray(tables),
+        logit_rows=np.asarray(_ints([row.row for row in rows])),
+        sample=np.frombuffer(_records(rows, owners), SAMPLE_DTYPE),
+        bias_starts=np.asarray(_starts(bias)),
+        bias_ids=np.asarray(_ints(token for entry in bias for token in entry)),
+        bias_values=np.asarray(array("f", (value for entry in bias for value in entry.values()))),
+        seen_starts=np.asarray(_starts(seen)),
+        seen_ids=np.asarray(_joined(entry.keys() for entry in seen)),
+        seen_counts=np.asarray(_joined(entry.values() for entry in seen)),
         want_logits=want_logits,
     )
-    return Batch(arrays, rows)
+    return Batch(arrays, tuple(rows))
 
 
 def _logit_rows(index: int, piece: Piece, first_row: int) -> Iterable[LogitRow]:
@@ -79,14 +97,15 @@ def _logit_rows(index: int, piece: Piece, first_row: int) -> Iterable[LogitRow]:
         yield LogitRow(index, first_row + piece.num_tokens - 1, SAMPLES)
 
 
-def _slots(tables: Sequence[Sequence[int]], pieces: Sequence[Piece], block_size: int) -> I32:
-    slots = []
-    for table, piece in zip(tables, pieces, strict=True):
-        positions = np.arange(piece.start, piece.stop, dtype=np.int32)
-        first = piece.start // block_size
-        blocks = np.asarray(table[first:], dtype=np.int32)
-        slots.append(blocks[positions // block_size - first] * block_size + positions % block_size)
-    return _concat(slots)
+def _slots(table: Sequence[int], piece: Piece, block_size: int) -> Iterator[range]:
+    """The pool slots of its positions: one run per block."""
+    start = piece.start
+    while start < piece.stop:
+        index, offset = divmod(start, block_size)
+        count = min(piece.stop - start, block_size - offset)
+        slot = table[index] * block_size + offset
+        yield range(slot, slot + count)
+        start += count
 
 
 def _bias(request: Request) -> Mapping[int, float]:
@@ -101,15 +120,16 @@ def _seen(request: Request) -> Mapping[int, int]:
     return request.seen() if request.params.has_penalties else {}
 
 
-def _records(rows: Sequence[LogitRow], owners: Sequence[Request]) -> npt.NDArray[Any]:
-    records = [
-        _sampling_record(request.params, len(request.output)) if row.target == SAMPLES else _target_record(row, request)
-        for row, request in zip(rows, owners, strict=True)
-    ]
-    return np.array(records, dtype=SAMPLE_DTYPE)
+def _records(rows: Sequence[LogitRow], owners: Sequence[Request]) -> bytearray:
+    records = bytearray(_RECORD.size * len(rows))
+    for i, (row, request) in enumerate(zip(rows, owners, strict=True)):
+        values = _sampling_record(request) if row.target == SAMPLES else _target_record(row, request)
+        _RECORD.pack_into(records, i * _RECORD.size, *values)
+    return records
 
 
-def _sampling_record(params: SamplingParams, index: int) -> tuple[float, ...]:
+def _sampling_record(request: Request) -> tuple[float, ...]:
+    params = request.params
     return (
         params.temperature,
         params.top_p,
@@ -121,7 +141,7 @@ def _sampling_record(params: SamplingParams, index: int) -> tuple[float, ...]:
         -1 if params.logprobs is None else params.logprobs,
         SAMPLES,
         params.choice,
-        index,
+        len(request.output),
         0,
         params.seed,
     )
@@ -132,17 +152,16 @@ def _target_record(row: LogitRow, request: Request) -> tuple[float, ...]:
     return (0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, num_top, row.target, 0, 0, 0, 0)
 
 
-def _starts(lengths: Iterable[int]) -> I32:
-    return np.fromiter(accumulate(lengths, initial=0), dtype=np.int32)
+def _ints(values: Iterable[int] = ()) -> array[int]:
+    return array("i", values)
 
 
-def _ints(values: Iterable[int]) -> I32:
-    return np.fromiter(values, dtype=np.int32)
+def _joined(parts: Iterable[Iterable[int]]) -> array[int]:
+    joined = _ints()
+    for part in parts:
+        joined.extend(part)
+    return joined
 
 
-def _floats(values: Iterable[float]) -> F32:
-    return np.fromiter(values, dtype=np.float32)
-
-
-def _concat(parts: Sequence[I32]) -> I32:
-    return np.concatenate(parts).astype(np.int32, copy=False) if parts else np.zeros(0, dtype=np.int32)
+def _starts(entries: Sequence[Mapping[int, float]]) -> array[int]:
+    return _ints(accumulate(map(len, entries), initial=0))

@@ -27,22 +27,22 @@ class Budget:
 
     def __init__(self, predictor: Predictor, max_rows: int) -> None:
         self.rows_left = max_rows
+        self.work = NO_WORK
         self._predictor = predictor
-        self._work = NO_WORK
 
     @property
     def predicted_s(self) -> float:
         """Seconds to reckon with for the step as it stands."""
-        return self._predictor.bound(self._work)
+        return self._predictor.bound(self.work)
 
     def seconds_with(self, request: Request, num_tokens: int) -> float:
         """The same when it computes the next `num_tokens` of `request` too."""
-        return self._predictor.bound(self._work + Piece(request, request.num_computed, num_tokens).work)
+        return self._predictor.bound(self.work + Piece(request, request.num_computed, num_tokens).work)
 
     def spend(self, piece: Piece) -> None:
         """Adds a piece to the step."""
         self.rows_left -= piece.num_tokens
-        self._work += piece.work
+        self.work += piece.work
 
     def most(self, request: Request, target_s: float, max_tokens: int) -> int:
         """Most tokens of `request`, at most `max_tokens`, with which the step keeps to `target_s`; may be 0."""

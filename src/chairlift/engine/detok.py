@@ -23,6 +23,7 @@ class Detokenizer:
         self._vocab_bytes = vocab_bytes
         self._skip = skip
         self._decoder = _utf8_decoder(errors="replace")
+        self._has_tail = False  # whether the decoder holds bytes back
 
     def push(self, token: int) -> str:
         """The text that `token` completes, often all of its own. An id beyond the vocabulary gives none.
@@ -31,7 +32,15 @@ class Detokenizer:
         """
         if token in self._skip or not 0 <= token < len(self._vocab_bytes):
             return ""
-        return self._decoder.decode(self._vocab_bytes[token])
+        data = self._vocab_bytes[token]
+        if not self._has_tail:
+            try:
+                return data.decode()  # nearly always; the decoder takes several times as long
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(data)
+        self._has_tail = self._decoder.getstate()[0] != b""
+        return text
 
     def flush(self) -> str:
         """What was held back, as U+FFFD, since nothing follows any more."""

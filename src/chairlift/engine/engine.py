@@ -288,8 +288,7 @@ class Engine:
         return bool(self._scheduler.has_work or self._cancelled or self._stopping)
 
     def _run(self, step: Step) -> None:
-        start_s = self._clock()
-        overhead_s = 0.0 if self._step_end_s is None else start_s - self._step_end_s
+        start_s, last_end_s = self._clock(), self._step_end_s
         self._note_scheduled(step, start_s)
         try:
             result = self._timed_run(step)
@@ -297,12 +296,15 @@ class Engine:
             self._step_end_s = None
             self._undo(step, error)
             return
-        self._step_end_s = self._watchdog.progress()
+        end_s = self._step_end_s = self._watchdog.progress()
+        seconds = end_s - start_s
+        in_kernels_s = seconds if result.seconds is None else result.seconds
+        overhead_s = 0.0 if last_end_s is None else end_s - last_end_s - in_kernels_s
         before = [len(piece.request.output) for piece in step.pieces]
         outputs = self._commit(step, result)
-        self._note_tokens(step, before, self._step_end_s)
+        self._note_tokens(step, before, end_s)
         self._num_steps += 1
-        self._observer.step_done(self._stats(step, self._step_end_s - start_s, overhead_s))
+        self._observer.step_done(self._stats(step, seconds, overhead_s))
         self._send(outputs)
 
     def _undo(self, step: Step, error: Exception) -> None:

@@ -13,7 +13,7 @@ class StepStats:
     """One finished step, and where the engine stood after it."""
 
     seconds: float  # in the runner
-    overhead_s: float  # between this step's native call and the one before it, when there was no wait for work
+    overhead_s: float  # since the step before, outside the kernels, when there was no wait for work
     num_rows: int
     num_prompt_tokens: int  # rows that were prompt tokens, computed for the first time or again
     num_running: int
@@ -75,8 +75,12 @@ class Observers(Observer):
         self._tell(lambda observer: observer.first_token(request))
 
     def next_token(self, request: Request, gap_s: float) -> None:
-        """A further token was sampled."""
-        self._tell(lambda observer: observer.next_token(request, gap_s))
+        """A further token was sampled. Written out, since it happens once a token."""
+        for observer in self._observers:
+            try:
+                observer.next_token(request, gap_s)
+            except Exception as error:
+                self._note(observer, error)
 
     def preempted(self, request: Request) -> None:
         """It lost its blocks."""
@@ -99,6 +103,9 @@ class Observers(Observer):
             try:
                 event(observer)
             except Exception as error:
-                if not any(observer is failed for failed in self._failed):
-                    self._failed.append(observer)
-                    self._on_error(observer, error)
+                self._note(observer, error)
+
+    def _note(self, observer: Observer, error: Exception) -> None:
+        if not any(observer is failed for failed in self._failed):
+            self._failed.append(observer)
+            self._on_error(observer, error)

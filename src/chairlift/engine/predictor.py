@@ -13,12 +13,13 @@ predictions grow with every part of the work.
 The margin is 1 where steps take about what they usually take. Where many take far longer it grows, until only one in
 two hundred passes 1.3 times its bound: a quantile found by unequal steps up and down (Robbins and Monro, 1951).
 
-Pure arithmetic on floats, about 15 us an observation; knows no clock.
+Pure arithmetic on floats, about 10 us an observation; knows no clock.
 """
 
 from __future__ import annotations
 
 from math import sqrt
+from operator import mul
 
 from chairlift.engine.step import Work
 
@@ -86,7 +87,7 @@ class StepTime:
         self._learn(x, predicted_s, seconds)
 
     def _predict(self, x: tuple[float, ...]) -> float:
-        return sum(w * v for w, v in zip(self._weights, x, strict=True))
+        return float(sum(map(mul, self._weights, x)))
 
     def _watch(self, *, is_late: bool) -> None:
         """Moves the margin by whether a step was late."""
@@ -96,24 +97,26 @@ class StepTime:
     def _learn(self, x: tuple[float, ...], predicted_s: float, seconds: float) -> None:
         """The Kalman filter's two halves: a step has passed, and a measurement came in."""
         self._drift()
-        cov_x = [sum(c * v for c, v in zip(row, x, strict=True)) for row in self._cov]
-        variance = sum(v * c for v, c in zip(x, cov_x, strict=True)) + (_NOISE * predicted_s) ** 2
+        cov_x = [sum(map(mul, row, x)) for row in self._cov]
+        variance = sum(map(mul, x, cov_x)) + (_NOISE * predicted_s) ** 2
         most = _MAX_SURPRISE * sqrt(variance)
         error = max(-most, min(most, seconds - predicted_s))
         self._weights = [max(0.0, w + c * error / variance) for w, c in zip(self._weights, cov_x, strict=True)]
-        for row, c in zip(self._cov, cov_x, strict=True):
-            gain = c / variance
-            for j, other in enumerate(cov_x):
-                row[j] -= gain * other
+        gains = [c / variance for c in cov_x]
+        self._cov = [
+            [c - gain * other for c, other in zip(row, cov_x, strict=True)]
+            for row, gain in zip(self._cov, gains, strict=True)
+        ]
 
     def _drift(self) -> None:
         """Less is sure than a step before."""
         sizes = [max(w, _SMALLEST * p) for w, p in zip(self._weights, self._prior, strict=True)]
-        for i, (row, size) in enumerate(zip(self._cov, sizes, strict=True)):
+        for i, size in enumerate(sizes):
+            row = self._cov[i]
             if row[i] < (_MAX_UNSURE * size) ** 2:
                 row[i] += (_DRIFT_EACH * size) ** 2
-            for j, other in enumerate(sizes):
-                row[j] += _DRIFT_ALL**2 * size * other
+            drift = _DRIFT_ALL**2 * size
+            self._cov[i] = [c + drift * other for c, other in zip(row, sizes, strict=True)]
 
 
 def _features(work: Work) -> tuple[float, ...]:

@@ -19,8 +19,9 @@ class Runner:
         """Computes the step. Raises EngineError when the model cannot."""
         batch = build(step, self._block_size)
         logits = self._model.run(batch.arrays)
+        tokens, finite = logits.tokens.tolist(), logits.finite.tolist()
         sampled: dict[int, Sampled] = {}
-        bad = {row.piece for row, is_finite in zip(batch.logit_rows, logits.finite, strict=True) if not is_finite}
+        bad = {row.piece for row, is_finite in zip(batch.logit_rows, finite, strict=True) if not is_finite}
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         for i, row in enumerate(batch.logit_rows):
             params = step.pieces[row.piece].request.params
@@ -29,9 +30,10 @@ class Runner:
                 prompt_logprobs.setdefault(row.piece, []).append(entry)
                 continue
             logprob = None if params.logprobs is None else _logprob(logits, i, row, params.logprobs)
-            sampled[row.piece] = Sampled(int(logits.tokens[i]), logprob)
+            sampled[row.piece] = Sampled(tokens[i], logprob)
         # A prompt that is scored may go wrong at any of its rows, also in a step that samples nothing for it.
-        return StepResult(sampled | dict.fromkeys(bad, Sampled(SAMPLES, ok=False)), prompt_logprobs)
+        sampled |= dict.fromkeys(bad, Sampled(SAMPLES, ok=False))
+        return StepResult(sampled, prompt_logprobs, logits.seconds)
 
 
 def _logprob(logits: LogitResult, i: int, row: LogitRow, num_top: int) -> TokenLogprob:

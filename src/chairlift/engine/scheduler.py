@@ -192,7 +192,7 @@ class Scheduler:
         pieces = {r: self._give(r, 1, budget) for r in members if r.num_uncomputed == 1}
         pieces |= self._share([r for r in members if r not in pieces], budget)
         in_order = tuple(pieces[r] for r in self._running if r in pieces)
-        self._in_flight = Step(in_order, budget.predicted_s, tuple(preempted))
+        self._in_flight = Step(in_order, budget.predicted_s, budget.work, tuple(preempted))
         return self._in_flight
 
     def commit(self, step: Step, result: StepResult) -> list[Output]:

@@ -7,14 +7,18 @@ request C  pos 0 .. 15 | 16 ..... 39          24 rows, last samples  (the end of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from chairlift.engine.request import Request, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
-    """What the time of a step depends on: counts that add up over its pieces."""
+    """What the time of a step depends on: counts that add up over its pieces. Nobody changes one.
+
+    It is not frozen because two are made per token, and a frozen one takes three times as long.
+    """
 
     rows: int  # tokens computed
     kv_tokens: int  # cached tokens that attention works on: a row at position p counts p + 1
@@ -33,8 +37,7 @@ class Work:
 NO_WORK = Work(0, 0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One request's part: it computes positions [start, start + num_tokens)."""
 
     request: Request
@@ -65,10 +68,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Pieces in running order, and the seconds that the scheduler reckoned with for them."""
+    """Pieces in running order, the seconds that the scheduler reckoned with for them, and what for."""
 
     pieces: tuple[Piece, ...]
     predicted_s: float
+    work: Work = field(default_factory=lambda: NO_WORK)  # of all pieces together, as they were when it was scheduled
     preempted: tuple[Request, ...] = ()
 
     @property
@@ -76,14 +80,8 @@ class Step:
         """Tokens computed by the step."""
         return sum(piece.num_tokens for piece in self.pieces)
 
-    @property
-    def work(self) -> Work:
-        """What it takes, all pieces together; to be asked before the step is committed."""
-        return sum((piece.work for piece in self.pieces), NO_WORK)
 
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What the runner chose for one piece that samples; `ok` is False, for any piece, when logits were not finite."""
 
     token: int
@@ -97,3 +95,4 @@ class StepResult:
 
     sampled: dict[int, Sampled]
     prompt_logprobs: dict[int, list[TokenLogprob]]  # for each computed prompt position that has a next prompt token
+    seconds: float | None = None  # in the kernels, if known: less than the runner takes

@@ -128,7 +128,7 @@ class NativeModel:
         if step.sample.dtype != SAMPLE_DTYPE:
             raise EngineError(f"malformed step: sample is {step.sample.dtype}")
         try:
-            self._program.run(step, step.sample.view(np.uint8), result)
+            result.seconds = self._program.run(step, step.sample.view(np.uint8), result)
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
             raise EngineError(str(error)) from error
         return result

@@ -108,7 +108,7 @@ class StepArrays:
     want_logits: bool = False  # tests and eval: give back the raw logits too
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LogitResult:
     """What a step gives for its L logit rows. Log-probabilities are natural logs of softmax(raw logits)."""
 
@@ -118,6 +118,7 @@ class LogitResult:
     top_logprobs: F32  # (L, MAX_TOP)
     finite: npt.NDArray[np.bool_]  # (L,) False when a raw logit was NaN or infinite: tokens are then meaningless
     logits: F32 | None = None  # (L, vocab) when wanted
+    seconds: float | None = None  # in the kernels, where the backend tells: less than the call takes
 
 
 @dataclass(frozen=True, slots=True)
