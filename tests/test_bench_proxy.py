@@ -114,6 +114,7 @@ def test_two_addresses_show_where_it_is() -> None:
     assert "direct: clean: pieces arrive as they are made." in gathered.verdict
     assert "through: buffer ≈ 16 KB: pieces arrive in bursts of equal size." in gathered.verdict
     assert "What gathers lies between the two addresses." in gathered.verdict
+    assert not any("delay of its own" in line for line in gathered.verdict)
     both = run(server(lambda script: buffered(script, 8192)), server(lambda script: buffered(script, 8192)))
     assert any("The direct address is gathered as well" in line for line in both.verdict)
 

@@ -131,11 +131,10 @@ class ProxyRun:
         delay = _delay(self.paths)
         if delay is not None:
             verdict.append(delay)
-        guilty = [(path, gathering) for path, gathering in found if gathering.is_gathered]
-        if guilty or (delay is not None and "delay ≈" in delay):
-            verdict += _advice([path.seen for path, _ in found])
         if len(found) == 2:
             verdict.append(_who(found[0][1], found[1][1]))
+        if any(gathering.is_gathered for _, gathering in found) or (delay is not None and "delay ≈" in delay):
+            verdict += _advice([path.seen for path, _ in found])
         return Report(
             command="bench proxy",
             title=f"Is something gathering the stream? {' and '.join(path.url for path in self.paths)}",
@@ -189,7 +188,10 @@ def _delay(paths: Sequence[Path]) -> str | None:
     if len(paths) == 2:
         ways = [_way_s(path) for path in paths]
         if ways[0] is not None and ways[1] is not None:
-            return _delay_said(ways[1] - ways[0], "after the direct address")
+            delay_s = ways[1] - ways[0]
+            if delay_s < MIN_DELAY_S and paths[1].gathering.is_gathered:
+                return None  # what it gathers is late enough
+            return _delay_said(delay_s, "after the direct address")
         firsts = [path.first_token_s for path in paths]
         if firsts[0] is not None and firsts[1] is not None:
             return _delay_said(firsts[1] - firsts[0], "after the direct address, by the first token")
