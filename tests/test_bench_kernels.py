@@ -70,6 +70,13 @@ def test_each_link_of_a_product_has_matrices_of_its_own() -> None:
     assert link_bytes * chain.spec.num_layers >= chains.WORKING_SET_BYTES
 
 
+def test_a_chain_of_one_link_stays_whole() -> None:
+    """Large matrices make a short chain: there is no second link to look for an error behind."""
+    chain = chains.matmul("F32", "f32", 128, 256)
+    assert chain.spec.num_layers == chain.shortened(2).spec.num_layers == 1
+    assert np.isfinite(kernels.error_logits(NativeBackend(), chain, WANTED)).all()
+
+
 @pytest.mark.parametrize(
     "pieces", [[Piece(0, 1)], [Piece(7, 33)], [Piece(40, 1)] * 3, [Piece(0, 20), Piece(100, 5), Piece(15, 1)]]
 )

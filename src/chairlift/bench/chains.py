@@ -63,8 +63,8 @@ class Chain:
     kv_dtype: KVDtype = "f16"
 
     def shortened(self, links: int) -> Chain:
-        """The same with fewer links; with none, what every chain costs around them."""
-        short = replace(self, spec=replace(self.spec, num_layers=max(1, links)))
+        """The same with so many links at most; with none, what every chain costs around them."""
+        short = replace(self, spec=replace(self.spec, num_layers=max(1, min(links, self.spec.num_layers))))
         return short if links else replace(short, link=lambda at: at.x)
 
     def load(self, backend: Backend, *, rows: int, blocks: int, threads: int) -> Model:

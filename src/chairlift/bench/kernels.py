@@ -204,7 +204,7 @@ def layouts() -> dict[str, str]:
 
 
 def error_logits(backend: Backend, chain: Chain, wanted: Wanted) -> F32:
-    """Logits behind a few links, of a prompt that is longer than a tile of any kernel."""
+    """Logits behind two links, of a prompt that is longer than a tile of any kernel."""
     short = chain.shortened(ERROR_LINKS)
     pieces = [Piece(0, 21)]
     model = short.load(backend, rows=21, blocks=pieces[0].blocks, threads=wanted.threads)
