@@ -45,6 +45,9 @@ _LAST_CALL_S = 0.2
 _TICKS_PER_S = 10
 _YOUNG_OBJECTS = 50_000
 """Objects that may be made, and not be gone, before a look for cycles among them: some 20 MB."""
+_TURN_S = 0.002
+"""How long one thread may keep the interpreter from another: longer than the engine's turn between two steps (1 ms), so
+that nobody cuts that short; no longer, since the engine may have to wait for so long after each step."""
 _KEEP_ALIVE_S = 75
 """Longer than nginx keeps an idle upstream connection (60 s), so that it is never nginx that loses the race."""
 
@@ -214,6 +217,7 @@ def _announce(loaded: Loaded, address: str) -> None:
 
     Console(stderr=True).print(card.render(loaded, address), crop=False)
     _settle_memory()
+    sys.setswitchinterval(_TURN_S)
 
 
 def _settle_memory() -> None:
