@@ -31,7 +31,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_model_loads_and_its_logits_are_finite(source: Path, tmp_path: Path, weight_type: str, tied: bool) -> None:
     """A tensor that is missing or of other extents; scales that overflow after some layers, or that leave all equal."""
     path = tmp_path / "shape.gguf"
-    shapes.write_shape(path, replace(SHAPE, tied=tied), weight_type, source)
+    wide = {"hidden": 256, "head_dim": 64, "ffn": 256} if weight_type.endswith("_K") else {}
+    shapes.write_shape(path, replace(SHAPE, tied=tied, **wide), weight_type, source)
     model = native_case.load(NativeBackend(), path)
     logits = native_case.whole(model, native_case.tokens_of(1, 20), range(2))
     assert np.isfinite(logits).all()

@@ -13,30 +13,53 @@ import pytest
 from chairlift import _native
 from chairlift.kernels import sampling
 from chairlift.kernels.ops import F32, SAMPLE_DTYPE
-from chairlift.models.quant import BLOCK, LARGEST, Quantised, bytes_of, decode, dequantise, quantise_rows
+from chairlift.models.quant import BLOCK, GGML_TYPES, LARGEST, Quantised, bytes_of, decode, quantise_rows
 from chairlift.models.spec import RawTensor
 
 kernels = _native.kernels
 POOL = _native.Pool(2)
 ISAS = _native.available_isas()
-BLOCK_TYPES = ["Q8_0", "Q4_0", "Q4_1"]
+BLOCK_TYPES = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+LEVEL_LAYOUTS = ("w4", "w4_min", "w5", "w5_min", "w6", "w8")
 FLOAT_TYPES = ["F32", "F16", "BF16"]
 TYPES = BLOCK_TYPES + FLOAT_TYPES
 EPS = 2.0**-23
+HALF_FIELDS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where a block's 16-bit floats stand, if not only at 0."""
+MATMUL_SHAPES = [(1, 32), (16, 64), (37, 96), (200, 576), (21, 256), (40, 1536)]
+WIDE_SHAPES = [shape for shape in MATMUL_SHAPES if shape[1] % 256 == 0]
 
 each_isa = pytest.mark.parametrize("isa", ISAS)
 each_type = pytest.mark.parametrize("kind", TYPES)
+
+
+def block_of(kind: str) -> int:
+    """Weights per block."""
+    return next(known.block for known in GGML_TYPES.values() if known.name == kind)
+
+
+def at_least(cols: int, kind: str) -> int:
+    """A width that is whole blocks."""
+    return max(cols, block_of(kind))
+
+
+def held(tensor: RawTensor) -> F32:
+    """The weights with scales of 16 bits, as backends hold them."""
+    numbers = decode(tensor)
+    if isinstance(numbers, Quantised):
+        return numbers.with_half_scales().dequantise().reshape(tensor.shape)
+    return numbers
 
 
 def random_tensor(kind: str, rows: int, cols: int, seed: int = 0) -> RawTensor:
     """A tensor of arbitrary levels (also those that no quantiser writes, as -128) and sane scales."""
     rng = np.random.default_rng([seed, rows, cols])
     if kind in BLOCK_TYPES:
-        num_blocks = rows * cols // BLOCK
-        blocks = rng.integers(0, 256, (num_blocks, bytes_of(kind, BLOCK)), np.uint8)
-        num_halves = 2 if kind == "Q4_1" else 1
-        halves = rng.normal(0, 0.02, (num_blocks, num_halves)).astype(np.float16)
-        blocks[:, : 2 * num_halves] = halves.view(np.uint8)
+        num_blocks = rows * cols // block_of(kind)
+        blocks = rng.integers(0, 256, (num_blocks, bytes_of(kind, block_of(kind))), np.uint8)
+        for start in HALF_FIELDS.get(kind, (0,)):
+            halves = rng.normal(0, 0.02, num_blocks).astype(np.float16)
+            blocks[:, start : start + 2] = halves.view(np.uint8).reshape(-1, 2)
         data = blocks.reshape(-1)
     else:
         values = rng.normal(0, 1, rows * cols).astype(np.float32)
@@ -53,7 +76,7 @@ def pack(*tensors: RawTensor, release_pages: bool = False) -> Any:
 
 
 def multiply(isa: str, matrix: Any, x: F32, bias: F32 | None = None, residual: F32 | None = None) -> F32:
-    if matrix.layout in ("w4", "w4_min", "w8"):
+    if matrix.layout in LEVEL_LAYOUTS:
         result: F32 = kernels.matmul_rounded(isa, matrix, *quantise_rows(x), bias, residual)
     else:
         result = kernels.matmul_float(isa, matrix, x, bias, residual)
@@ -66,9 +89,11 @@ def exact(tensor: RawTensor, x: F32) -> tuple[Any, Any]:
     if not isinstance(weights, Quantised):
         w = weights.astype(np.float64)
         return x @ w.T, np.abs(x) @ np.abs(w).T
+    weights = weights.with_half_scales()
     q, scale = quantise_rows(x)
-    blocks = q.reshape(len(q), -1, BLOCK).astype(np.float64)
-    levels = weights.q.astype(np.float64).reshape(len(weights.q), -1, BLOCK) - weights.zero
+    scale = scale.repeat(BLOCK // weights.group, axis=1)
+    blocks = q.reshape(len(q), -1, weights.group).astype(np.float64)
+    levels = weights.q.astype(np.float64).reshape(len(weights.q), -1, weights.group) - weights.zero
     terms = np.einsum("tbk,nbk->tnb", blocks, levels) * weights.scale[None]
     sizes = np.abs(terms)
     if weights.offset is not None:
@@ -83,22 +108,23 @@ def activations(rows: int, cols: int) -> F32:
 
 @each_isa
 @each_type
-@pytest.mark.parametrize(("outputs", "cols"), [(1, 32), (16, 64), (37, 96), (200, 576)])
-def test_matmul_is_the_product(isa: str, kind: str, outputs: int, cols: int) -> None:
+def test_matmul_is_the_product(isa: str, kind: str) -> None:
     """A lane, nibble, block, panel or scale taken from the wrong place; a remainder of outputs that is dropped."""
-    tensor = random_tensor(kind, outputs, cols)
-    x = activations(5, cols)
-    expected, size = exact(tensor, x)
-    error = np.abs(multiply(isa, pack(tensor), x) - expected)
-    assert (error <= 8 * EPS * size).all()
+    for outputs, cols in MATMUL_SHAPES if block_of(kind) < 256 else WIDE_SHAPES:
+        tensor = random_tensor(kind, outputs, cols)
+        x = activations(5, cols)
+        expected, size = exact(tensor, x)
+        error = np.abs(multiply(isa, pack(tensor), x) - expected)
+        assert (error <= 8 * EPS * size).all(), (outputs, cols)
 
 
 @each_isa
 @each_type
 def test_a_row_does_not_depend_on_its_company(isa: str, kind: str) -> None:
     """A tile of several rows that adds in another order than a single row: the answer would depend on the load."""
-    matrix = pack(random_tensor(kind, 40, 160))
-    x = activations(33, 160)
+    cols = at_least(160, kind)
+    matrix = pack(random_tensor(kind, 40, cols))
+    x = activations(33, cols)
     alone = np.concatenate([multiply(isa, matrix, x[i : i + 1]) for i in range(len(x))])
     for rows in [*range(1, 10), 33]:
         assert (multiply(isa, matrix, x[:rows]) == alone[:rows]).all()
@@ -119,17 +145,26 @@ def test_inputs_that_are_not_whole_blocks(isa: str, kind: str) -> None:
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_largest_products_do_not_saturate(isa: str, kind: str, sign: int) -> None:
     """vpmaddubsw saturates on pairs of 8-bit products; 16-bit sums overflow."""
-    data = np.full((16, bytes_of(kind, 32)), 0x7F if sign > 0 else 0x80, np.uint8)
+    cols = at_least(32, kind)
+    data = np.full((16, bytes_of(kind, cols)), 0x7F if sign > 0 else 0x80, np.uint8)
     if kind != "Q8_0":
         data[:] = 0xFF if sign > 0 else 0
     data[:, :2] = np.array([1], np.float16).view(np.uint8)
-    if kind == "Q4_1":
+    if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
         data[:, 2:4] = 0
-    tensor = RawTensor("extreme", (16, 32), kind, data.reshape(-1))
+    if kind in ("Q4_K", "Q5_K"):
+        data[:, 4:16] = [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
+    if kind == "Q6_K":
+        data[:, :2] = data[:, 2:4]
+        data[:, 192:208] = 1
+        data[:, 208:] = np.array([1], np.float16).view(np.uint8)
+    tensor = RawTensor("extreme", (16, cols), kind, data.reshape(-1))
+    assert len(np.unique(held(tensor))) == 1
     for level in (LARGEST, -LARGEST, LARGEST - 128, 128 - LARGEST):
-        q = np.full((1, 32), level, np.int16)
-        scale = np.ones((1, 1), np.float32)
-        expected = dequantise(tensor) @ q[0].astype(np.float32)
+        q = np.zeros((1, cols), np.int16)
+        q[0, -32:] = level
+        scale = np.ones((1, cols // 32), np.float32)
+        expected = held(tensor) @ q[0].astype(np.float32)
         assert (kernels.matmul_rounded(isa, pack(tensor), q, scale)[0] == expected).all()
 
 
@@ -137,8 +172,9 @@ def test_the_largest_products_do_not_saturate(isa: str, kind: str, sign: int) ->
 @each_type
 def test_bias_and_residual_are_added_in_this_order(isa: str, kind: str) -> None:
     """An epilogue that skips the remainder of a panel, or rounds otherwise than separate additions."""
-    matrix = pack(random_tensor(kind, 21, 64))
-    x = activations(9, 64)
+    cols = at_least(64, kind)
+    matrix = pack(random_tensor(kind, 21, cols))
+    x = activations(9, cols)
     bias, residual = activations(1, 21)[0], activations(9, 21)
     plain = multiply(isa, matrix, x)
     assert (multiply(isa, matrix, x, bias) == plain + bias).all()
@@ -150,8 +186,19 @@ def test_bias_and_residual_are_added_in_this_order(isa: str, kind: str) -> None:
 @each_type
 def test_stacked_matrices_equal_separate_ones(isa: str, kind: str) -> None:
     """Sources that do not end on a panel of 16 rows would be mixed up (fused Q, K and V)."""
-    parts = [random_tensor(kind, rows, 64, seed=rows) for rows in (9, 48, 3)]
-    x = activations(4, 64)
+    cols = at_least(64, kind)
+    parts = [random_tensor(kind, rows, cols, seed=rows) for rows in (9, 48, 3)]
+    x = activations(4, cols)
+    separate = np.concatenate([multiply(isa, pack(part), x) for part in parts], axis=1)
+    assert (multiply(isa, pack(*parts), x) == separate).all()
+
+
+@each_isa
+@pytest.mark.parametrize(("kind", "other"), [("Q4_1", "Q4_K"), ("Q5_1", "Q5_K")])
+def test_types_of_one_layout_stack(isa: str, kind: str, other: str) -> None:
+    """A stack decoded by the type of its first part: a mixed file's Q in Q4_K beside K in Q4_1."""
+    parts = [random_tensor(kind, 9, 256), random_tensor(other, 30, 256)]
+    x = activations(3, 256)
     separate = np.concatenate([multiply(isa, pack(part), x) for part in parts], axis=1)
     assert (multiply(isa, pack(*parts), x) == separate).all()
 
@@ -159,10 +206,10 @@ def test_stacked_matrices_equal_separate_ones(isa: str, kind: str) -> None:
 @each_type
 def test_embedded_rows_are_the_file_s_exactly(kind: str) -> None:
     """A decoder that fuses the offset's addition, or forgets the zero point, differs in the last bit or in all."""
-    tensor = random_tensor(kind, 37, 96)
+    tensor = random_tensor(kind, 37, 96 if block_of(kind) <= 32 else 512)
     matrix = pack(tensor)
     rows = np.stack([kernels.embed_row(matrix, i) for i in range(37)])
-    assert (rows.view(np.uint32) == dequantise(tensor).view(np.uint32)).all()
+    assert (rows.view(np.uint32) == held(tensor).view(np.uint32)).all()
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
@@ -170,7 +217,7 @@ def test_every_half_float_decodes(kind: str) -> None:
     """Subnormals, infinities and zeros of both signs have code paths of their own."""
     halves = np.arange(1 << 16, dtype=np.uint16)
     tensor = RawTensor("all", (1, 1 << 16), kind, halves.view(np.uint8))
-    expected = dequantise(tensor)[0]
+    expected = held(tensor)[0]
     decoded = kernels.embed_row(pack(tensor), 0)
     assert np.array_equal(decoded, expected, equal_nan=True)
     assert (np.signbit(decoded) == np.signbit(expected))[~np.isnan(expected)].all()
@@ -179,7 +226,7 @@ def test_every_half_float_decodes(kind: str) -> None:
 @each_type
 def test_packed_size(kind: str) -> None:
     """A layout that grows the weights costs every user memory and bandwidth: at most 1.15 x the file's bytes."""
-    tensor = random_tensor(kind, 64, 576)
+    tensor = random_tensor(kind, 64, 768)
     assert tensor.data.size <= pack(tensor).nbytes <= 1.15 * tensor.data.size
 
 
@@ -204,6 +251,8 @@ def test_what_cannot_be_packed_is_refused() -> None:
         _native.pack([("Q4_0", tensor.data[:-1], 16)], 64, POOL, False)
     with pytest.raises(ValueError, match="32"):
         _native.pack([("Q4_0", tensor.data[: 16 * 18], 16)], 48, POOL, False)
+    with pytest.raises(ValueError, match="whole blocks"):
+        _native.pack([("Q6_K", np.zeros(16 * 210, np.uint8), 16)], 288, POOL, False)
     with pytest.raises(ValueError, match="Q2_K"):
         _native.pack([("Q2_K", tensor.data, 16)], 64, POOL, False)
     with pytest.raises(ValueError, match="layout"):

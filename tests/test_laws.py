@@ -28,6 +28,9 @@ VOCAB_BYTES = tuple(bytes([i % 256]) for i in range(400))
 NUM_BLOCKS = 40
 MAX_ROWS = 64
 CASES = [("llama", "Q4_1", "f16"), ("qwen2", "Q8_0", "int8"), ("qwen3", "F16", "f16")]
+LAYOUTS = [("llama", "Q5_0", "int8"), ("qwen2", "Q5_K", "f16"), ("qwen3", "Q6_K", "int8")]
+NATIVE = [(backend, *case) for backend in BACKENDS[1:] for case in LAYOUTS]
+"""Layouts of which the reference knows nothing: to it they are other numbers, no other code."""
 
 Answer = tuple[list[int], str, list[TokenLogprob], list[TokenLogprob | None], FinishReason | None]
 
@@ -82,7 +85,7 @@ class Law:
         return answers
 
 
-@pytest.fixture(scope="module", params=[(b, *c) for b in BACKENDS for c in CASES], ids="-".join)
+@pytest.fixture(scope="module", params=[(b, *c) for b in BACKENDS for c in CASES] + NATIVE, ids="-".join)
 def law(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Law:
     backend, architecture, weight_type, kv_dtype = request.param
     path = tmp_path_factory.mktemp("laws") / "tiny.gguf"

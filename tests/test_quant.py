@@ -228,7 +228,7 @@ def test_quantise_rows_error_and_independence(x: F32) -> None:
     q, scale = quantise_rows(x)
     assert (np.abs(q) <= LARGEST).all()
     step = scale.repeat(32, axis=1).astype(np.float64)
-    assert (np.abs(q * step - x) <= 0.5001 * step + 2.0**-112).all()
+    assert (np.abs(q * step - x) <= 0.505 * step + 2.0**-112).all()
     for row in range(3):
         alone, alone_scale = quantise_rows(x[row : row + 1])
         assert (alone == q[row]).all()

@@ -13,8 +13,9 @@ namespace chairlift {
 
 namespace {
 
-constexpr SourceType kTypes[] = {SourceType::f32,  SourceType::f16,  SourceType::bf16,
-                                 SourceType::q8_0, SourceType::q4_0, SourceType::q4_1};
+constexpr SourceType kTypes[] = {SourceType::f32,  SourceType::f16,  SourceType::bf16, SourceType::q8_0,
+                                 SourceType::q4_0, SourceType::q4_1, SourceType::q5_0, SourceType::q5_1,
+                                 SourceType::q4_k, SourceType::q5_k, SourceType::q6_k};
 
 // File bytes of random weights; 16-bit scales are small and finite.
 std::vector<uint8_t> random_weights(SourceType type, int64_t rows, int64_t cols, Random& random) {
@@ -26,14 +27,14 @@ std::vector<uint8_t> random_weights(SourceType type, int64_t rows, int64_t cols,
         const auto half = static_cast<uint16_t>(type == SourceType::bf16 ? bits >> 16 : 0x2000 + random.below(0x400));
         std::memcpy(&bytes[at], wide ? static_cast<const void*>(&bits) : &half, wide ? 4 : 2);
     };
-    const int64_t block_bytes = source_row_bytes(type, kBlock);
+    const int64_t block_bytes = source_row_bytes(type, source_block(type));
     if (!takes_rounded(layout_of(type))) {
         const size_t size = type == SourceType::f32 ? 4 : 2;
         for (size_t at = 0; at < bytes.size(); at += size) set(at, random.real(), size == 4);
     } else {
         for (size_t at = 0; at < bytes.size(); at += static_cast<size_t>(block_bytes)) {
-            set(at, 0.0F, false);
-            if (type == SourceType::q4_1) set(at + 2, 0.0F, false);
+            set(type == SourceType::q6_k ? at + 208 : at, 0.0F, false);
+            if (level_shape(layout_of(type)).has_min) set(at + 2, 0.0F, false);
         }
     }
     return bytes;
@@ -61,7 +62,10 @@ int level_of(const std::vector<int8_t>& q, size_t i) {
 // Rounded rows as the quantiser leaves them, or the same numbers as f32.
 struct RandomRows {
     RandomRows(int rows, int64_t cols, Random& random)
-        : values(static_cast<size_t>(rows * cols)), sum(values.size() / kBlock), scale(random.reals(sum.size())) {
+        : values(static_cast<size_t>(rows * cols)),
+          sum(values.size() / kBlock),
+          half_sum(2 * sum.size()),
+          scale(random.reals(sum.size())) {
         q.resize(2 * values.size());
         for (int8_t& byte : q) byte = static_cast<int8_t>(random.below(255) - 127);
         for (size_t i = 0; i < values.size(); ++i) {
@@ -70,12 +74,14 @@ struct RandomRows {
                 continue;
             }
             sum[i / kBlock] += level_of(q, i);
+            half_sum[2 * i / kBlock] += level_of(q, i);
             values[i] = static_cast<float>(level_of(q, i)) * scale[i / kBlock];
         }
     }
 
     std::vector<float> values;
     std::vector<int32_t> sum;
+    std::vector<int32_t> half_sum;
     std::vector<float> scale;
     std::vector<int8_t> q;
 };
@@ -86,7 +92,7 @@ std::vector<float> product(const Kernels& kernels, const PackedMatrix& matrix, c
     MatmulArgs args{};
     args.weights = matrix.view();
     args.x = {x.values.data() + first * cols, cols, x.q.data() + 2 * first * cols, x.scale.data() + first * (cols / kBlock),
-              x.sum.data() + first * (cols / kBlock)};
+              x.sum.data() + first * (cols / kBlock), x.half_sum.data() + 2 * first * (cols / kBlock)};
     args.num_rows = rows;
     args.out = out.data();
     args.out_stride = matrix.rows();
@@ -244,13 +250,17 @@ void quantise_once(const ElementwiseKernels& kernels, Random& random) {
     std::vector<int8_t> q(2 * x.size());
     std::vector<float> scales(blocks);
     std::vector<int32_t> sums(blocks);
-    kernels.quantise(x.data(), static_cast<int>(x.size()), q.data(), scales.data(), sums.data());
+    std::vector<int32_t> half_sums(2 * blocks);
+    kernels.quantise(x.data(), static_cast<int>(x.size()), q.data(), scales.data(), sums.data(), half_sums.data());
     std::vector<int32_t> expected(blocks);
+    std::vector<int32_t> expected_halves(2 * blocks);
     for (size_t i = 0; i < x.size(); ++i) {
         expected[i / kBlock] += level_of(q, i);
+        expected_halves[2 * i / kBlock] += level_of(q, i);
         CHECK(std::abs(level_of(q, i)) <= 127 * 256);
     }
     CHECK(sums == expected);
+    CHECK(half_sums == expected_halves);
 }
 
 void rope_once(const ElementwiseKernels& kernels, Random& random) {
@@ -276,7 +286,8 @@ void check_matmul() {
         for (const SourceType type : kTypes) {
             for (int i = 0; i < 12; ++i) {
                 const bool blocks = takes_rounded(layout_of(type));
-                const int64_t cols = blocks ? kBlock * (1 + random.below(6)) : 1 + random.below(150);
+                const int block = source_block(type);
+                const int64_t cols = blocks ? block * (1 + random.below(192 / block + 1)) : 1 + random.below(150);
                 const PackedMatrix matrix = pack_random(type, 1 + random.below(60), cols, random);
                 check_product(kernels(isa), matrix, 1 + random.below(19), random);
             }

@@ -31,7 +31,7 @@ U8 = npt.NDArray[np.uint8]
 
 CHUNK_BYTES = 16 << 20
 """Drawn and written at a time: the file need not fit into memory."""
-FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
+FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
 """Weight types that can be drawn, and how `general.file_type` counts them."""
 _TYPE_NUMBERS = {kind.name: number for number, kind in quant.GGML_TYPES.items()}
 _TYPES = {kind.name: kind for kind in quant.GGML_TYPES.values()}

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -55,19 +56,24 @@ auto embed(const PackedMatrix& matrix, int64_t row) {
 
 // Levels as the model's own quantiser leaves them: high and low bytes block by block, and the sum of each block.
 struct Rounded {
-    explicit Rounded(const LevelRows& levels) : q(2 * levels.size()), sums(levels.size() / kBlock) {
+    explicit Rounded(const LevelRows& levels) : q(2 * levels.size()), sums(levels.size() / kBlock), half_sums(2 * sums.size()) {
         for (size_t i = 0; i < levels.size(); ++i) {
             const int level = levels.data()[i];
             const int high = (level + 128) >> 8;
             int8_t* const block = q.data() + i / kBlock * 2 * kBlock;
             block[i % kBlock] = static_cast<int8_t>(high);
             block[kBlock + i % kBlock] = static_cast<int8_t>(level - 256 * high);
-            sums[i / kBlock] += level;
         }
+        for (size_t half = 0; half < half_sums.size(); ++half) {
+            const int16_t* const lanes = levels.data() + half * kBlock / 2;
+            half_sums[half] = std::accumulate(lanes, lanes + kBlock / 2, 0);
+        }
+        for (size_t block = 0; block < sums.size(); ++block) sums[block] = half_sums[2 * block] + half_sums[2 * block + 1];
     }
 
     std::vector<int8_t> q;
     std::vector<int32_t> sums;
+    std::vector<int32_t> half_sums;
 };
 
 auto multiply(const std::string& isa, const PackedMatrix& matrix, const MatmulArgs& rows, std::optional<Floats> bias,
@@ -98,7 +104,7 @@ auto matmul_rounded(const std::string& isa, const PackedMatrix& matrix, LevelRow
     const Rounded rounded(levels);
     MatmulArgs args{};
     args.num_rows = static_cast<int>(levels.shape(0));
-    args.x = {nullptr, 0, rounded.q.data(), scale.data(), rounded.sums.data()};
+    args.x = {nullptr, 0, rounded.q.data(), scale.data(), rounded.sums.data(), rounded.half_sums.data()};
     return multiply(isa, matrix, args, bias, residual);
 }
 
@@ -108,7 +114,7 @@ auto matmul_float(const std::string& isa, const PackedMatrix& matrix, FloatRows 
     require(static_cast<int64_t>(x.shape(1)) == matrix.cols(), "activations do not match the matrix");
     MatmulArgs args{};
     args.num_rows = static_cast<int>(x.shape(0));
-    args.x = {x.data(), matrix.cols(), nullptr, nullptr, nullptr};
+    args.x = {x.data(), matrix.cols(), nullptr, nullptr, nullptr, nullptr};
     return multiply(isa, matrix, args, bias, residual);
 }
 

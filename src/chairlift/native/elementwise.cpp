@@ -10,6 +10,7 @@ namespace chairlift::CHAIRLIFT_ISA_NS {
 namespace {
 
 constexpr int kQuantBlock = 32;
+constexpr int kHalfBlock = 16;
 constexpr float kLargest = 127.0F * 256.0F;  // the level of a block's largest lane: its high byte is 127, its low byte 0
 
 int lanes_left(int n, int i) { return n - i < kLanes ? n - i : kLanes; }
@@ -31,7 +32,7 @@ void scale(const float* x, const float* weight, float factor, int n, float* out)
     }
 }
 
-void quantise_block(const float* x, int8_t* q, float* scale, int32_t* total) {
+void quantise_block(const float* x, int8_t* q, float* scale, int32_t* total, int32_t* halves) {
     Vec largest = zero();
     Vec doubt = zero();  // x - x is 0 for a finite x, else NaN
     for (int i = 0; i < kQuantBlock; i += kLanes) {
@@ -44,24 +45,25 @@ void quantise_block(const float* x, int8_t* q, float* scale, int32_t* total) {
     const float inverse = kLargest / amax;
     if (!isfinite(inverse)) {  // all zero, so small that kLargest / amax overflows, or not finite
         memset(q, 0, 2 * kQuantBlock);
-        *total = 0;
+        *total = halves[0] = halves[1] = 0;
         return;
     }
-    Vec level_sum = zero();  // of integers below 2^24: exact
+    Vec level_sums[2] = {zero(), zero()};  // of integers below 2^24: exact
     for (int i = 0; i < kQuantBlock; i += kLanes) {
         const Vec level = round(load(x + i) * splat(inverse));
         const Vec high = round((level + splat(0.5F)) * splat(1.0F / 256.0F));  // ties go up: low stays within int8
         store_i8(q + i, high);
         store_i8(q + kQuantBlock + i, level - high * splat(256.0F));
-        level_sum = level_sum + level;
+        level_sums[i / kHalfBlock] = level_sums[i / kHalfBlock] + level;
     }
-    *total = static_cast<int32_t>(sum(level_sum));
+    for (int half = 0; half < 2; ++half) halves[half] = static_cast<int32_t>(sum(level_sums[half]));
+    *total = halves[0] + halves[1];
 }
 
-void quantise(const float* x, int n, int8_t* q, float* scales, int32_t* sums) {
+void quantise(const float* x, int n, int8_t* q, float* scales, int32_t* sums, int32_t* half_sums) {
     for (int block = 0; block < n / kQuantBlock; ++block) {
         const int i = block * kQuantBlock;
-        quantise_block(x + i, q + 2 * i, scales + block, sums + block);
+        quantise_block(x + i, q + 2 * i, scales + block, sums + block, half_sums + 2 * block);
     }
 }
 

@@ -27,8 +27,8 @@ struct ElementwiseKernels {
 
     // Rounds a row to 16 bits, 32 lanes at a time: amax = max|x|; scale = amax / 32512; level = rint(x * (32512 / amax)),
     // half to even, written as high and low bytes (see Activations). n is a multiple of 32; scales and sums have n / 32
-    // entries. A block that holds a NaN or an infinity gets a NaN scale, so that it shows in the logits.
-    void (*quantise)(const float* x, int n, int8_t* q, float* scales, int32_t* sums);
+    // entries, half_sums n / 16. A block that holds a NaN or an infinity gets a NaN scale, so that it shows in the logits.
+    void (*quantise)(const float* x, int n, int8_t* q, float* scales, int32_t* sums, int32_t* half_sums);
 
     // out[i] = gate[i] / (1 + exp(-gate[i])) * up[i]. `out` may be `gate` or `up`.
     void (*swiglu)(const float* gate, const float* up, int n, float* out);

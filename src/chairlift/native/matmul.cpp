@@ -44,48 +44,49 @@ CHAIRLIFT_INLINE void fetch(const uint8_t* p) {
     for (int i = 0; i < Bytes; i += kLine) __builtin_prefetch(p + i);
 }
 
-// Bytes of one block of a panel, with its scales and minimums.
-constexpr int block_bytes(Layout layout) {
-    return level_bytes(layout) + kPanelRows * (layout == Layout::w4_min ? 4 : 2);
-}
+// Bytes of one group of a panel, with its scales and minimums.
+constexpr int group_and_scale_bytes(LevelShape shape) { return group_bytes(shape) + kPanelRows * (shape.has_min ? 4 : 2); }
 
-// Rows x Panels panels, rounded activations. Per block: sum += (scale * x_scale) * dot, then, for layouts with a minimum,
+// Rows x Panels panels, rounded activations. Per group: sum += (scale * x_scale) * dot, then, for layouts with a minimum,
 // sum += min * (x_scale * x_sum).
 template <Layout Kind, int Rows, int Panels>
 void rounded_tile(const MatmulArgs& args, const Tile& tile) {
+    constexpr LevelShape shape = level_shape(Kind);
+    constexpr int groups = kBlock / shape.group;  // of a block of activations
     constexpr int vectors = Panels * kParts;
-    constexpr int to_fetch = (Panels * block_bytes(Kind) + kLine - 1) / kLine * kLine;
+    constexpr int to_fetch = (Panels * group_and_scale_bytes(shape) + kLine - 1) / kLine * kLine;
     const MatrixView& m = args.weights;
+    const int64_t num_groups = m.cols / shape.group;
     const int64_t num_blocks = m.cols / kBlock;
+    const int32_t* const x_sums = groups == 1 ? args.x.sum : args.x.half_sum;
     const uint8_t* const base = m.data + tile.panel * m.panel_bytes;
     Vec sums[Rows][vectors];
     for (auto& row_sums : sums) {
         for (Vec& s : row_sums) s = zero();
     }
-    for (int64_t b = 0; b < num_blocks; ++b) {
-        if (tile.next != nullptr) fetch<to_fetch>(tile.next + b * to_fetch);
-        const int64_t first = tile.row * num_blocks + b;
+    for (int64_t g = 0; g < num_groups; ++g) {
+        if (tile.next != nullptr) fetch<to_fetch>(tile.next + g * to_fetch);
+        const int64_t first = tile.row * num_blocks + g / groups;
+        const int8_t* const q = args.x.q + first * 2 * kBlock + g % groups * shape.group;
         Ints dots[Rows][vectors];
-        multiply_block<Kind>(Block{base + b * level_bytes(Kind), m.panel_bytes}, args.x.q + first * 2 * kBlock,
-                             num_blocks * 2 * kBlock, dots);
+        multiply_group<shape>(Group{base + g * group_bytes(shape), m.panel_bytes}, q, num_blocks * 2 * kBlock, dots);
         Vec scale[vectors];
         Vec min[vectors];
         for (int v = 0; v < vectors; ++v) {
             const uint8_t* from = base + v / kParts * m.panel_bytes;
-            const int64_t at = b * kPanelRows + v % kParts * kLanes;
+            const int64_t at = g * kPanelRows + v % kParts * kLanes;
             scale[v] = load_f16(reinterpret_cast<const uint16_t*>(from + m.scales_at) + at);
-            if constexpr (Kind == Layout::w4_min) min[v] = load_f16(reinterpret_cast<const uint16_t*>(from + m.mins_at) + at);
+            if constexpr (shape.has_min) min[v] = load_f16(reinterpret_cast<const uint16_t*>(from + m.mins_at) + at);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
-            const int64_t at = first + r * num_blocks;
-            const Vec x_scale = splat(args.x.scale[at]);
-            const Ints x_sum = splat_int(args.x.sum + at);
+            const Vec x_scale = splat(args.x.scale[first + r * num_blocks]);
+            const Ints x_sum = splat_int(x_sums + (tile.row + r) * num_groups + g);
             const Vec x_total = x_scale * to_float(x_sum);
             for (int v = 0; v < vectors; ++v) {
-                const Vec dot = to_float(less_times<zero_point(Kind)>(dots[r][v], x_sum));
+                const Vec dot = to_float(less_times<zero_point(shape)>(dots[r][v], x_sum));
                 sums[r][v] = fma(scale[v] * x_scale, dot, sums[r][v]);
-                if constexpr (Kind == Layout::w4_min) sums[r][v] = fma(min[v], x_total, sums[r][v]);
+                if constexpr (shape.has_min) sums[r][v] = fma(min[v], x_total, sums[r][v]);
             }
         }
     }
@@ -188,6 +189,9 @@ const Tiles& tiles_for(Layout layout) {
     switch (layout) {
         case Layout::w4: return kRoundedTiles<Layout::w4>;
         case Layout::w4_min: return kRoundedTiles<Layout::w4_min>;
+        case Layout::w5: return kRoundedTiles<Layout::w5>;
+        case Layout::w5_min: return kRoundedTiles<Layout::w5_min>;
+        case Layout::w6: return kRoundedTiles<Layout::w6>;
         case Layout::w8: return kRoundedTiles<Layout::w8>;
         case Layout::f16: return kFloatTiles<Layout::f16>;
         case Layout::bf16: return kFloatTiles<Layout::bf16>;

@@ -1,7 +1,7 @@
 // out = x @ W.T (+ bias) (+ residual) for packed weights.
 //
-// Each output is one float sum over blocks of 32 inputs in ascending order (float layouts: four interleaved sums), by the
-// same operations whatever the number of rows: row i of a batch equals the same row alone, bit for bit.
+// Each output is one float sum over the groups of inputs that share a scale, in ascending order (float layouts: two
+// interleaved sums), by the same operations whatever the number of rows: row i of a batch equals the same row alone, bit for bit.
 #pragma once
 
 #include <stdint.h>
@@ -10,16 +10,17 @@
 
 namespace chairlift {
 
-// The rows that a matrix multiplies: rounded to 16 bits for w4, w4_min and w8; f32 for the other layouts.
+// The rows that a matrix multiplies: rounded to 16 bits for layouts of levels; f32 for the others.
 //
 // A rounded lane is level = 256 * high + low with both in int8, so that 8-bit dot products do the work of 16-bit ones:
 // each block of 32 lanes is 32 high bytes, then 32 low bytes.
 struct Activations {
-    const float* values;  // (rows, stride)
-    int64_t stride;       // lanes from one row of `values` to the next
-    const int8_t* q;      // (rows, cols / 32, 2, 32)
-    const float* scale;   // (rows, cols / 32)
-    const int32_t* sum;   // (rows, cols / 32) sum of each block's levels
+    const float* values;      // (rows, stride)
+    int64_t stride;           // lanes from one row of `values` to the next
+    const int8_t* q;          // (rows, cols / 32, 2, 32)
+    const float* scale;       // (rows, cols / 32)
+    const int32_t* sum;       // (rows, cols / 32) sum of each block's levels
+    const int32_t* half_sum;  // (rows, cols / 16) sum of each half block's levels
 };
 
 struct MatmulArgs {

@@ -1,7 +1,7 @@
 // Levels times rows on AVX2, with AVX-VNNI where the source is compiled for it: 8 outputs a vector.
 #pragma once
 
-#include "matmul_block.h"
+#include "matmul_group.h"
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
@@ -27,17 +27,31 @@ CHAIRLIFT_INLINE Ints less_times(Ints a, Ints b) {
 
 CHAIRLIFT_INLINE __m256i load_levels(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
-// Vectors j and j + 4 of a block.
+// Vectors j and j + num_pairs of a group.
 struct Pair {
     __m256i half[2];
 };
 
-template <Layout Kind>
+// Adds field j, of `Bits` bits, of every byte of `fields` above a nibble.
+template <int Bits>
+CHAIRLIFT_INLINE __m256i with_field(__m256i nibble, __m256i fields, int j) {
+    const int left = 4 - Bits * j;
+    const __m256i moved = left > 0 ? _mm256_slli_epi16(fields, left) : _mm256_srli_epi16(fields, -left);
+    return _mm256_or_si256(nibble, _mm256_and_si256(moved, _mm256_set1_epi8(((1 << Bits) - 1) << 4)));
+}
+
+template <LevelShape Shape>
 CHAIRLIFT_INLINE Pair load_pair(const uint8_t* levels, int j) {
+    constexpr int pairs = num_pairs(Shape);
     const __m256i first = load_levels(levels + 64 * j);
-    if constexpr (Kind == Layout::w8) return {{first, load_levels(levels + 64 * (j + 4))}};
+    if constexpr (Shape.bits == 8) return {{first, load_levels(levels + 64 * (j + pairs))}};
     const __m256i low = _mm256_set1_epi8(15);
-    return {{_mm256_and_si256(first, low), _mm256_and_si256(_mm256_srli_epi16(first, 4), low)}};
+    Pair pair{{_mm256_and_si256(first, low), _mm256_and_si256(_mm256_srli_epi16(first, 4), low)}};
+    if constexpr (Shape.bits > 4) {
+        const __m256i fields = load_levels(levels + 64 * pairs);
+        for (int h = 0; h < 2; ++h) pair.half[h] = with_field<Shape.bits - 4>(pair.half[h], fields, j + h * pairs);
+    }
+    return pair;
 }
 
 // Four activations in every lane.
@@ -57,8 +71,7 @@ CHAIRLIFT_INLINE Ints in_order(Ints sum) {
     return sum;
 }
 
-// Sums of products of two inputs, in 16 bits: with weights in [0, 15] and activations in int8 a whole block fits (8 x 2 x 15 x
-// 128 = 30,720).
+// Sums of products of two inputs, in 16 bits; see pairs_at_once.
 CHAIRLIFT_INLINE Ints dot4(Ints sum, __m256i w, Ints four) {
     return in_order(_mm256_add_epi16(sum, _mm256_maddubs_epi16(w, four)));
 }
@@ -88,9 +101,9 @@ CHAIRLIFT_INLINE Ints add_products(Ints sum, __m256i w, Ints two) {
 
 CHAIRLIFT_INLINE Ints two_of(const int16_t* words) { return four_of(reinterpret_cast<const int8_t*>(words)); }
 
-// As multiply_bytes, for weights that would overflow the 16-bit sums of vpmaddubsw: 16-bit products instead.
+// As multiply_pairs, for weights that would overflow the 16-bit sums of vpmaddubsw: 16-bit products instead.
 template <int Rows, int Vectors>
-CHAIRLIFT_INLINE void multiply_words(const Block& block, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
+CHAIRLIFT_INLINE void multiply_words(const Group& group, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
     Words words[Rows];
     for (int r = 0; r < Rows; ++r) {
         words_of(q + r * stride, words + r);
@@ -99,7 +112,7 @@ CHAIRLIFT_INLINE void multiply_words(const Block& block, const int8_t* q, int64_
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
         for (int v = 0; v < Vectors; ++v) {
-            const __m256i bytes = load_levels(levels_of(block, v) + 64 * j);
+            const __m256i bytes = load_levels(levels_of(group, v) + 64 * j);
             const __m256i even = _mm256_and_si256(bytes, _mm256_set1_epi16(255));
             const __m256i odd = _mm256_srli_epi16(bytes, 8);
             for (int r = 0; r < Rows; ++r) {
@@ -118,15 +131,33 @@ CHAIRLIFT_INLINE void multiply_words(const Block& block, const int8_t* q, int64_
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
-template <Layout Kind, int Rows, int Vectors>
-CHAIRLIFT_INLINE void multiply_block(const Block& block, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
+// Pairs of vectors whose products with bytes of activations 16 bits can sum: four of 4-bit weights (8 x 2 x 15 x 128 =
+// 30,720), two of 5-bit ones (31,744), one of 6-bit ones (32,256); all where the sums have 32 bits.
+static constexpr int pairs_at_once(LevelShape shape) {
+#ifdef __AVXVNNI__
+    return num_pairs(shape);
+#else
+    return 4 >> (shape.bits - 4);
+#endif
+}
+
+template <LevelShape Shape, int Rows, int Vectors>
+CHAIRLIFT_INLINE void multiply_group(const Group& group, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
 #ifndef __AVXVNNI__
-    if constexpr (Kind == Layout::w8) {
-        multiply_words(block, q, stride, dots);
+    if constexpr (Shape.bits == 8) {
+        multiply_words(group, q, stride, dots);
         return;
     }
 #endif
-    multiply_bytes<Kind>(block, q, stride, dots);
+    constexpr int pairs = pairs_at_once(Shape);
+    multiply_pairs<Shape, 0, pairs>(group, q, stride, dots);
+    if constexpr (pairs < num_pairs(Shape)) {
+        Ints rest[Rows][Vectors];
+        multiply_pairs<Shape, pairs, num_pairs(Shape) - pairs>(group, q, stride, rest);
+        for (int r = 0; r < Rows; ++r) {
+            for (int v = 0; v < Vectors; ++v) dots[r][v] = _mm256_add_epi32(dots[r][v], rest[r][v]);
+        }
+    }
 }
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

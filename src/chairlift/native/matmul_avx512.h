@@ -1,7 +1,7 @@
 // Levels times rows on AVX-512 VNNI: 16 outputs a vector.
 #pragma once
 
-#include "matmul_block.h"
+#include "matmul_group.h"
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
@@ -25,17 +25,32 @@ CHAIRLIFT_INLINE Ints less_times(Ints a, Ints b) {
     return _mm512_sub_epi32(a, _mm512_slli_epi32(b, __builtin_ctz(Zero | 1 << 30)));
 }
 
-// Vectors j and j + 4 of a block.
+// Vectors j and j + num_pairs of a group.
 struct Pair {
     __m512i half[2];
 };
 
-template <Layout Kind>
+// Adds field j, of `Bits` bits, of every byte of `fields` above a nibble.
+template <int Bits>
+CHAIRLIFT_INLINE __m512i with_field(__m512i nibble, __m512i fields, int j) {
+    const int left = 4 - Bits * j;
+    const __m512i moved = left > 0 ? _mm512_slli_epi16(fields, static_cast<unsigned>(left))
+                                   : _mm512_srli_epi16(fields, static_cast<unsigned>(-left));
+    return _mm512_ternarylogic_epi32(nibble, moved, _mm512_set1_epi8(((1 << Bits) - 1) << 4), 0xF8);  // a | (b & c)
+}
+
+template <LevelShape Shape>
 CHAIRLIFT_INLINE Pair load_pair(const uint8_t* levels, int j) {
+    constexpr int pairs = num_pairs(Shape);
     const __m512i first = _mm512_loadu_si512(levels + 64 * j);
-    if constexpr (Kind == Layout::w8) return {{first, _mm512_loadu_si512(levels + 64 * (j + 4))}};
+    if constexpr (Shape.bits == 8) return {{first, _mm512_loadu_si512(levels + 64 * (j + pairs))}};
     const __m512i low = _mm512_set1_epi8(15);
-    return {{_mm512_and_si512(first, low), _mm512_and_si512(_mm512_srli_epi16(first, 4), low)}};
+    Pair pair{{_mm512_and_si512(first, low), _mm512_and_si512(_mm512_srli_epi16(first, 4), low)}};
+    if constexpr (Shape.bits > 4) {
+        const __m512i fields = _mm512_loadu_si512(levels + 64 * pairs);
+        for (int h = 0; h < 2; ++h) pair.half[h] = with_field<Shape.bits - 4>(pair.half[h], fields, j + h * pairs);
+    }
+    return pair;
 }
 
 // Four activations in every lane; from memory, which costs the multiplication nothing.
@@ -49,9 +64,9 @@ CHAIRLIFT_INLINE Ints combine(Ints high, Ints low) { return _mm512_add_epi32(_mm
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
-template <Layout Kind, int Rows, int Vectors>
-CHAIRLIFT_INLINE void multiply_block(const Block& block, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
-    multiply_bytes<Kind>(block, q, stride, dots);
+template <LevelShape Shape, int Rows, int Vectors>
+CHAIRLIFT_INLINE void multiply_group(const Group& group, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
+    multiply_pairs<Shape, 0, num_pairs(Shape)>(group, q, stride, dots);
 }
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "matmul_block.h"
+#include "matmul_group.h"
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
@@ -13,7 +13,7 @@ static constexpr int kMaxTile = 4;
 static constexpr int kFloatTilePanels = 1;
 static constexpr int kMaxFloatTile = 2;
 
-// Half of each 64-byte vector of a block: 8 outputs x 4 inputs side by side.
+// Half of each 64-byte vector of a group: 8 outputs x 4 inputs side by side.
 static constexpr int kHalf = 4 * kLanes;
 
 struct Ints {
@@ -54,48 +54,56 @@ CHAIRLIFT_INLINE Repeated repeat(const int8_t* q) {
     return repeated;
 }
 
-// 16-bit sums hold a whole block of 4-bit weights: 8 x 15 x 128 = 15,360.
-CHAIRLIFT_INLINE void add_nibbles(const uint8_t* levels, const int8_t* q, int16_t* total) {
-    for (int j = 0; j < 4; ++j) {
-        const uint8_t* both = levels + 64 * j;
-        const Repeated low = repeat(q + 4 * j);
-        const Repeated high = repeat(q + 4 * j + 16);
-        for (int i = 0; i < kHalf; ++i) {
-            total[i] = static_cast<int16_t>(total[i] + (both[i] & 15) * low.q[i] + (both[i] >> 4) * high.q[i]);
+// Vectors j and j + num_pairs of a group, from nibbles and the bits above them.
+template <LevelShape Shape>
+CHAIRLIFT_INLINE void add_nibbles(const uint8_t* levels, int j, const int8_t* q, int16_t* total) {
+    constexpr int upper = Shape.bits - 4;
+    constexpr int mask = (1 << upper) - 1;
+    const int later = j + num_pairs(Shape);
+    const uint8_t* both = levels + 64 * j;
+    const uint8_t* fields = levels + 64 * num_pairs(Shape);
+    const Repeated low = repeat(q + 4 * j);
+    const Repeated high = repeat(q + 4 * later);
+    for (int i = 0; i < kHalf; ++i) {
+        int first = both[i] & 15;
+        int second = both[i] >> 4;
+        if constexpr (upper != 0) {
+            first |= (fields[i] >> upper * j & mask) << 4;
+            second |= (fields[i] >> upper * later & mask) << 4;
         }
+        total[i] = static_cast<int16_t>(total[i] + first * low.q[i] + second * high.q[i]);
     }
 }
 
-CHAIRLIFT_INLINE void add_bytes(const uint8_t* levels, const int8_t* q, int32_t* total) {
-    for (int j = 0; j < 8; ++j) {
-        const uint8_t* bytes = levels + 64 * j;
-        const Repeated four = repeat(q + 4 * j);
-        for (int i = 0; i < kHalf; ++i) total[i] += bytes[i] * four.q[i];
-    }
+CHAIRLIFT_INLINE void add_bytes(const uint8_t* levels, int j, const int8_t* q, int32_t* total) {
+    const uint8_t* bytes = levels + 64 * j;
+    const Repeated four = repeat(q + 4 * j);
+    for (int i = 0; i < kHalf; ++i) total[i] += bytes[i] * four.q[i];
 }
 
-// Sum of w * q over the block, per output. Bytes stay where they are, and every four products are added last.
-template <Layout Kind>
+// Sum of w * q over the group, per output. Bytes stay where they are, and every four products are added last: 16 bits hold the
+// others where 32 weights have 5 bits (8 x 31 x 128 = 31,744) or 16 have 6 (4 x 63 x 128 = 32,256).
+template <LevelShape Shape>
 CHAIRLIFT_INLINE Ints dot(const uint8_t* levels, const int8_t* q) {
-    using Total = std::conditional_t<Kind == Layout::w8, int32_t, int16_t>;
+    using Total = std::conditional_t<Shape.bits == 8, int32_t, int16_t>;
     Total total[kHalf] = {};
-    if constexpr (Kind == Layout::w8) {
-        add_bytes(levels, q, total);
+    if constexpr (Shape.bits == 8) {
+        for (int j = 0; j < 2 * num_pairs(Shape); ++j) add_bytes(levels, j, q, total);
     } else {
-        add_nibbles(levels, q, total);
+        for (int j = 0; j < num_pairs(Shape); ++j) add_nibbles<Shape>(levels, j, q, total);
     }
     Ints result;
     for (int i = 0; i < kLanes; ++i) result.v[i] = total[4 * i] + total[4 * i + 1] + total[4 * i + 2] + total[4 * i + 3];
     return result;
 }
 
-// dots[r][v] = sum over the block of w * level, per output, exact. Rows of `q` are `stride` bytes apart.
-template <Layout Kind, int Rows, int Vectors>
-CHAIRLIFT_INLINE void multiply_block(const Block& block, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
+// dots[r][v] = sum over the group of w * level, per output, exact. Rows of `q` are `stride` bytes apart.
+template <LevelShape Shape, int Rows, int Vectors>
+CHAIRLIFT_INLINE void multiply_group(const Group& group, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
     for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < Vectors; ++v) {
-            const Ints high = dot<Kind>(levels_of(block, v), q + r * stride);
-            const Ints low = dot<Kind>(levels_of(block, v), q + r * stride + kBlock);
+            const Ints high = dot<Shape>(levels_of(group, v), q + r * stride);
+            const Ints low = dot<Shape>(levels_of(group, v), q + r * stride + kBlock);
             for (int i = 0; i < kLanes; ++i) dots[r][v].v[i] = 256 * high.v[i] + low.v[i];
         }
     }

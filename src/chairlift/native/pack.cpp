@@ -19,22 +19,6 @@ namespace {
 constexpr int64_t kAlignment = 64;
 constexpr int64_t kHugePage = 2 << 20;
 
-// GGML's block formats (ggml-common.h): bytes before the weights (scale, or scale and minimum), then the weights.
-struct Format {
-    std::string_view name;
-    Layout layout;
-    int block;        // weights per block
-    int block_bytes;
-    int header_bytes;
-};
-
-constexpr Format kFormats[] = {
-    {"F32", Layout::f32, 1, 4, 0},     {"F16", Layout::f16, 1, 2, 0},       {"BF16", Layout::bf16, 1, 2, 0},
-    {"Q8_0", Layout::w8, 32, 34, 2},   {"Q4_0", Layout::w4, 32, 18, 2},     {"Q4_1", Layout::w4_min, 32, 20, 4},
-};
-
-const Format& format_of(SourceType type) { return kFormats[static_cast<size_t>(type)]; }
-
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 // Bytes of one element of a float layout.
@@ -48,11 +32,12 @@ MatrixView describe(Layout layout, int64_t rows, int64_t cols) {
         return view;
     }
     if (cols % kBlock != 0) throw std::invalid_argument("quantised rows must be whole blocks of 32 weights");
-    const int64_t num_blocks = cols / kBlock;
-    const int64_t plane = num_blocks * kPanelRows * 2;
-    view.scales_at = num_blocks * kPanelRows * (layout == Layout::w8 ? kBlock : kBlock / 2);
+    const LevelShape shape = level_shape(layout);
+    const int64_t num_groups = cols / shape.group;
+    const int64_t plane = num_groups * kPanelRows * 2;
+    view.scales_at = num_groups * group_bytes(shape);
     view.mins_at = view.scales_at + aligned(plane);
-    view.panel_bytes = layout == Layout::w4_min ? view.mins_at + aligned(plane) : view.mins_at;
+    view.panel_bytes = shape.has_min ? view.mins_at + aligned(plane) : view.mins_at;
     return view;
 }
 
@@ -68,33 +53,54 @@ uint8_t* allocate(int64_t bytes) {
     return static_cast<uint8_t*>(memory);
 }
 
-// Where a row's 32 weights of one block go inside that block: four inputs side by side in each vector.
-void put_nibbles(const uint8_t* packed, int row, uint8_t* block) {
-    for (int j = 0; j < 4; ++j) memcpy(block + 64 * j + 4 * row, packed + 4 * j, 4);
+// Puts a row's levels of one group where pack.h says.
+template <Layout Kind>
+void put_group(const uint8_t* q, int row, uint8_t* group) {
+    constexpr LevelShape shape = level_shape(Kind);
+    constexpr int vectors = shape.group / 4;
+    uint8_t* const lane = group + 4 * row;
+    if constexpr (shape.bits == 8) {
+        for (int j = 0; j < vectors; ++j) memcpy(lane + 64 * j, q + 4 * j, 4);
+        return;
+    }
+    for (int j = 0; j < vectors / 2; ++j) {
+        for (int i = 0; i < 4; ++i) {
+            lane[64 * j + i] = static_cast<uint8_t>((q[4 * j + i] & 15) | q[shape.group / 2 + 4 * j + i] << 4);
+        }
+    }
+    constexpr int upper = shape.bits - 4;
+    if constexpr (upper != 0) {
+        for (int i = 0; i < 4; ++i) {
+            int bits = 0;
+            for (int j = 0; j < vectors; ++j) bits |= q[4 * j + i] >> 4 << upper * j;
+            lane[32 * vectors + i] = static_cast<uint8_t>(bits);
+        }
+    }
 }
 
-void put_bytes(const uint8_t* weights, int row, uint8_t* block) {
-    for (int j = 0; j < 8; ++j) {
-        uint32_t four;
-        memcpy(&four, weights + 4 * j, sizeof four);
-        four ^= 0x80808080U;  // q + 128
-        memcpy(block + 64 * j + 4 * row, &four, sizeof four);
+// 32 weights of one row into lane `row` of its panel.
+template <Layout Kind>
+void put_levels(const MatrixView& view, const Levels& levels, int64_t block, int row, uint8_t* panel) {
+    constexpr LevelShape shape = level_shape(Kind);
+    constexpr int groups = kBlock / shape.group;
+    for (int g = 0; g < groups; ++g) {
+        const int64_t index = block * groups + g;
+        const int64_t lane = (index * kPanelRows + row) * 2;
+        put_group<Kind>(levels.q + g * shape.group, row, panel + index * group_bytes(shape));
+        memcpy(panel + view.scales_at + lane, levels.scales + g, 2);
+        if constexpr (shape.has_min) memcpy(panel + view.mins_at + lane, &levels.min, 2);
     }
 }
 
 // One row of a block format into lane `row` of its panel.
-void pack_blocks(const Format& format, const MatrixView& view, const uint8_t* source, int row, uint8_t* panel) {
-    const int64_t block_bytes = kPanelRows * (view.layout == Layout::w8 ? kBlock : kBlock / 2);
-    for (int64_t b = 0; b < view.cols / kBlock; ++b, source += format.block_bytes) {
-        const int64_t lane = (b * kPanelRows + row) * 2;
-        memcpy(panel + view.scales_at + lane, source, 2);
-        if (view.layout == Layout::w4_min) memcpy(panel + view.mins_at + lane, source + 2, 2);
-        const uint8_t* weights = source + format.header_bytes;
-        if (view.layout == Layout::w8) {
-            put_bytes(weights, row, panel + b * block_bytes);
-        } else {
-            put_nibbles(weights, row, panel + b * block_bytes);
-        }
+template <Layout Kind>
+void pack_blocks(SourceType type, const MatrixView& view, const uint8_t* source, int row, uint8_t* panel) {
+    const int per_block = source_block(type) / kBlock;
+    const int64_t block_bytes = source_row_bytes(type, source_block(type));
+    Levels levels[8];
+    for (int64_t b = 0; b < view.cols / kBlock; b += per_block, source += block_bytes) {
+        decode_block(type, source, levels);
+        for (int i = 0; i < per_block; ++i) put_levels<Kind>(view, levels[i], b + i, row, panel);
     }
 }
 
@@ -104,13 +110,17 @@ void pack_elements(const uint8_t* source, int64_t cols, int row, uint8_t* panel)
     for (int64_t k = 0; k < cols; ++k) memcpy(panel + (k * kPanelRows + row) * Bytes, source + k * Bytes, Bytes);
 }
 
-void pack_row(const Format& format, const MatrixView& view, const uint8_t* source, int row, uint8_t* panel) {
-    if (takes_rounded(view.layout)) {
-        pack_blocks(format, view, source, row, panel);
-    } else if (element_bytes(view.layout) == 4) {
-        pack_elements<4>(source, view.cols, row, panel);
-    } else {
-        pack_elements<2>(source, view.cols, row, panel);
+void pack_row(SourceType type, const MatrixView& view, const uint8_t* source, int row, uint8_t* panel) {
+    switch (view.layout) {
+        case Layout::w4: return pack_blocks<Layout::w4>(type, view, source, row, panel);
+        case Layout::w4_min: return pack_blocks<Layout::w4_min>(type, view, source, row, panel);
+        case Layout::w5: return pack_blocks<Layout::w5>(type, view, source, row, panel);
+        case Layout::w5_min: return pack_blocks<Layout::w5_min>(type, view, source, row, panel);
+        case Layout::w6: return pack_blocks<Layout::w6>(type, view, source, row, panel);
+        case Layout::w8: return pack_blocks<Layout::w8>(type, view, source, row, panel);
+        case Layout::f16:
+        case Layout::bf16: return pack_elements<2>(source, view.cols, row, panel);
+        case Layout::f32: return pack_elements<4>(source, view.cols, row, panel);
     }
 }
 
@@ -126,27 +136,28 @@ void release(const uint8_t* begin, const uint8_t* end) {
 void pack_rows(std::span<const Source> sources, PackedMatrix& matrix, int64_t first, int64_t last, bool release_pages) {
     int64_t start = 0;  // of the source
     for (const Source& source : sources) {
-        const Format& format = format_of(source.type);
         const int64_t row_bytes = source_row_bytes(source.type, matrix.cols());
         const int64_t begin = std::max(first, start) - start;
         const int64_t end = std::min(last, start + source.rows) - start;
         for (int64_t r = begin; r < end; ++r) {
             const int64_t row = start + r;
             uint8_t* panel = matrix.panel(row / kPanelRows);
-            pack_row(format, matrix.view(), source.data + r * row_bytes, static_cast<int>(row % kPanelRows), panel);
+            pack_row(source.type, matrix.view(), source.data + r * row_bytes, static_cast<int>(row % kPanelRows), panel);
         }
         if (release_pages && begin < end) release(source.data + begin * row_bytes, source.data + end * row_bytes);
         start += source.rows;
     }
 }
 
-int64_t total_rows(std::span<const Source> sources) {
+int64_t total_rows(std::span<const Source> sources, int64_t cols) {
     int64_t rows = 0;
     for (const Source& source : sources) {
         if (layout_of(source.type) != layout_of(sources.front().type)) {
             throw std::invalid_argument("stacked matrices must share a layout");
         }
         if (source.rows < 1) throw std::invalid_argument("a source has no rows");
+        const int block = source_block(source.type);
+        if (cols % block != 0) throw std::invalid_argument("rows are not whole blocks of " + std::to_string(block) + " weights");
         rows += source.rows;
     }
     return rows;
@@ -166,39 +177,26 @@ float element_at(Layout layout, const uint8_t* panel, int64_t index) {
     return value;
 }
 
-// The stored integer of input k in lane `row`, less its zero point.
-int level_at(Layout layout, const uint8_t* panel, int64_t k, int row) {
-    const int64_t block = k / kBlock;
-    const auto within = static_cast<int>(k % kBlock);
-    if (layout == Layout::w8) return panel[block * 512 + 64 * (within / 4) + 4 * row + within % 4] - 128;
-    const int pair = within % 16;
-    const int both = panel[block * 256 + 64 * (pair / 4) + 4 * row + pair % 4];
-    const int level = within < 16 ? both & 15 : both >> 4;
-    return layout == Layout::w4 ? level - 8 : level;
+// The stored level of input k in lane `row`, less its zero point.
+int level_at(LevelShape shape, const uint8_t* panel, int64_t k, int row) {
+    const uint8_t* const lane = panel + k / shape.group * group_bytes(shape) + 4 * row + k % 4;
+    const auto j = static_cast<int>(k % shape.group / 4);
+    if (shape.bits == 8) return lane[64 * j] - zero_point(shape);
+    const int half = shape.group / 8;  // vectors of nibbles
+    const int upper = shape.bits - 4;
+    int level = lane[64 * (j % half)] >> (j < half ? 0 : 4) & 15;
+    if (upper != 0) level |= (lane[64 * half] >> upper * j & ((1 << upper) - 1)) << 4;
+    return level - zero_point(shape);
 }
 
 }  // namespace
 
-SourceType source_type(std::string_view name) {
-    for (size_t i = 0; i < std::size(kFormats); ++i) {
-        if (kFormats[i].name == name) return static_cast<SourceType>(i);
-    }
-    throw std::invalid_argument("weight type " + std::string(name) + " cannot be packed");
-}
-
-Layout layout_of(SourceType type) { return format_of(type).layout; }
-
 std::string_view layout_name(Layout layout) {
-    constexpr std::string_view names[] = {"w4", "w4_min", "w8", "f16", "bf16", "f32"};
+    constexpr std::string_view names[] = {"w4", "w4_min", "w5", "w5_min", "w6", "w8", "f16", "bf16", "f32"};
     return names[static_cast<size_t>(layout)];
 }
 
-bool takes_rounded(Layout layout) { return layout == Layout::w4 || layout == Layout::w4_min || layout == Layout::w8; }
-
-int64_t source_row_bytes(SourceType type, int64_t cols) {
-    const Format& format = format_of(type);
-    return cols / format.block * format.block_bytes;
-}
+bool takes_rounded(Layout layout) { return level_shape(layout).bits != 0; }
 
 void PackedMatrix::Free::operator()(uint8_t* p) const noexcept { std::free(p); }
 
@@ -211,7 +209,7 @@ PackedMatrix::PackedMatrix(Layout layout, int64_t rows, int64_t cols)
 
 PackedMatrix pack(std::span<const Source> sources, int64_t cols, const ParallelFor& parallel, bool release_pages) {
     if (sources.empty()) throw std::invalid_argument("nothing to pack");
-    const int64_t rows = total_rows(sources);
+    const int64_t rows = total_rows(sources, cols);
     PackedMatrix matrix(layout_of(sources.front().type), rows, cols);
     // Whole panels per task, enough of them that pages can be released and tasks shared out.
     const int64_t panels_per_task = std::max<int64_t>(1, (int64_t{1} << 18) / matrix.view().panel_bytes);
@@ -231,11 +229,11 @@ void embed_row(const MatrixView& matrix, int64_t row, float* out) {
         for (int64_t k = 0; k < matrix.cols; ++k) out[k] = element_at(matrix.layout, panel, k * kPanelRows + lane);
         return;
     }
+    const LevelShape shape = level_shape(matrix.layout);
     for (int64_t k = 0; k < matrix.cols; ++k) {
-        const int64_t block = k / kBlock * kPanelRows + lane;
-        out[k] = f16_to_float(half_at(panel + matrix.scales_at, block)) *
-                 static_cast<float>(level_at(matrix.layout, panel, k, lane));
-        if (matrix.layout == Layout::w4_min) out[k] += f16_to_float(half_at(panel + matrix.mins_at, block));
+        const int64_t group = k / shape.group * kPanelRows + lane;
+        out[k] = f16_to_float(half_at(panel + matrix.scales_at, group)) * static_cast<float>(level_at(shape, panel, k, lane));
+        if (shape.has_min) out[k] += f16_to_float(half_at(panel + matrix.mins_at, group));
     }
 }
 

@@ -1,16 +1,24 @@
 // Weight matrices in the few layouts that the matmul kernels read.
 //
 // A matrix (rows = outputs, cols = inputs) is cut into panels of 16 rows. A panel holds its planes one after the other, each
-// K-major, every plane starting on a 64-byte boundary; nb = cols / 32 blocks:
+// K-major, every plane starting on a 64-byte boundary; ng = cols / 32 groups of weights that share a scale, cols / 16 of w6:
 //
-//   w4      nibbles nb x 256 B | scales nb x 16 f16                     w = scale * (q - 8)
-//   w4_min  nibbles nb x 256 B | scales nb x 16 f16 | mins nb x 16 f16  w = scale * q + min
-//   w8      bytes   nb x 512 B | scales nb x 16 f16                     w = scale * (q - 128)
-//   f16, bf16, f32             cols x 16 values
+//   w4      levels ng x 256 B | scales ng x 16 f16                     w = scale * (q - 8)
+//   w4_min  levels ng x 256 B | scales ng x 16 f16 | mins ng x 16 f16  w = scale * q + min
+//   w5      levels ng x 320 B | scales ng x 16 f16                     w = scale * (q - 16)
+//   w5_min  levels ng x 320 B | scales ng x 16 f16 | mins ng x 16 f16  w = scale * q + min
+//   w6      levels ng x 192 B | scales ng x 16 f16                     w = scale * (q - 32)
+//   w8      levels ng x 512 B | scales ng x 16 f16                     w = scale * (q - 128)
+//   f16, bf16, f32            cols x 16 values
 //
-// A block's nibbles are 4 vectors of 64 bytes. Byte 4 r + i of vector j holds row r: k = 4 j + i in its low nibble and
-// k = 16 + 4 j + i in its high one. A w8 block has 8 vectors, byte 4 r + i of vector j being k = 4 j + i. So one 32-bit lane
-// is four consecutive k of one output, which vpdpbusd multiplies with four broadcast activations.
+// A group's levels are vectors of 64 bytes; byte 4 r + i of each belongs to row r. So one 32-bit lane is four consecutive k of
+// one output, which vpdpbusd multiplies with four broadcast activations. With n = group / 4 such vectors to be made:
+//
+//   w8        n vectors of bytes: byte 4 r + i of vector j is k = 4 j + i
+//   w4 to w6  n / 2 vectors of nibbles: vector j has k = 4 j + i in the low nibble and that of vector j + n / 2 in the high one;
+//             then, of w5, one vector of fifth bits: bit j of byte 4 r + i is that of k = 4 j + i;
+//             of w6, one vector of fifth and sixth bits: bits 2 j and 2 j + 1 of byte 4 r + i
+//
 // Rows beyond the last are zero weights.
 #pragma once
 
@@ -21,27 +29,15 @@
 #include <span>
 #include <string_view>
 
-#include "layout.h"
+#include "formats.h"
 
 namespace chairlift {
 
-// Weight types of a file that can be packed.
-enum class SourceType : uint8_t { f32, f16, bf16, q8_0, q4_0, q4_1 };
-
-// From GGML's name ("Q4_1"); throws std::invalid_argument for any other type.
-SourceType source_type(std::string_view name);
-
-// The layout that holds this type without loss.
-Layout layout_of(SourceType type);
-
-// "w4", "w4_min", "w8", "f16", "bf16" or "f32".
+// As the enumeration calls it: "w4_min".
 std::string_view layout_name(Layout layout);
 
 // Whether its kernel multiplies rounded activations (else f32).
 bool takes_rounded(Layout layout);
-
-// Bytes of one row of `cols` weights in the file.
-int64_t source_row_bytes(SourceType type, int64_t cols);
 
 // One file tensor: `rows` rows as the file holds them.
 struct Source {
@@ -56,7 +52,7 @@ using ParallelFor = std::function<void(int n, const std::function<void(int)>& bo
 // Owns one packed matrix; movable.
 class PackedMatrix {
 public:
-    // All zero weights. Throws std::invalid_argument on sizes below 1, or cols % 32 != 0 for a layout of blocks.
+    // All zero weights. Throws std::invalid_argument on sizes below 1, or cols % 32 != 0 for a layout of levels.
     PackedMatrix(Layout layout, int64_t rows, int64_t cols);
 
     Layout layout() const { return view_.layout; }
@@ -80,7 +76,7 @@ private:
 };
 
 // Packs the sources, stacked by rows, into one matrix: row r of a source is row (rows of the sources before) + r.
-// All must share a layout (std::invalid_argument else).
+// All must share a layout and have rows of whole blocks (std::invalid_argument else).
 // `release_pages` gives the sources' pages back as it goes: only for file mappings, private memory would read as zeros after.
 PackedMatrix pack(std::span<const Source> sources, int64_t cols, const ParallelFor& parallel, bool release_pages);
 

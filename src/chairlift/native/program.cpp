@@ -203,7 +203,8 @@ void Program::finish() {
         buffer.offset = bytes;
         const size_t rows = static_cast<size_t>(buffer.rows);
         const size_t blocks = static_cast<size_t>(buffer.width / kBlock);
-        bytes += buffer.quantised ? pad_bytes(rows * 2 * static_cast<size_t>(buffer.width)) + 2 * pad_bytes(rows * blocks * 4)
+        const size_t planes = 2 * pad_bytes(rows * blocks * 4) + pad_bytes(rows * blocks * 8);  // scales, sums, half sums
+        bytes += buffer.quantised ? pad_bytes(rows * 2 * static_cast<size_t>(buffer.width)) + planes
                                   : rows * static_cast<size_t>(pad_lanes(buffer.width)) * sizeof(float);
     }
     arena_ = std::make_unique<Memory>(bytes, *pool_);
@@ -228,15 +229,17 @@ Program::QuantisedRows Program::quantised_rows(const Buffer& buffer) const {
     uint8_t* const q = arena_->data() + buffer.offset;
     const size_t rows = static_cast<size_t>(buffer.rows);
     uint8_t* const scales = q + pad_bytes(rows * 2 * static_cast<size_t>(buffer.width));
-    uint8_t* const sums = scales + pad_bytes(rows * static_cast<size_t>(buffer.width / kBlock) * sizeof(float));
-    return {reinterpret_cast<int8_t*>(q), reinterpret_cast<float*>(scales), reinterpret_cast<int32_t*>(sums)};
+    const size_t plane = pad_bytes(rows * static_cast<size_t>(buffer.width / kBlock) * sizeof(float));
+    int32_t* const sums = reinterpret_cast<int32_t*>(scales + plane);
+    int32_t* const half_sums = reinterpret_cast<int32_t*>(scales + 2 * plane);
+    return {reinterpret_cast<int8_t*>(q), reinterpret_cast<float*>(scales), sums, half_sums};
 }
 
 Activations Program::activations(Lanes lanes) const {
     const Buffer& buffer = buffers_[static_cast<size_t>(lanes.buffer)];
-    if (!buffer.quantised) return {f32(lanes, 0), stride(lanes), nullptr, nullptr, nullptr};
+    if (!buffer.quantised) return {f32(lanes, 0), stride(lanes), nullptr, nullptr, nullptr, nullptr};
     const QuantisedRows rows = quantised_rows(buffer);
-    return {nullptr, 0, rows.q, rows.scales, rows.sums};
+    return {nullptr, 0, rows.q, rows.scales, rows.sums, rows.half_sums};
 }
 
 }  // namespace chairlift

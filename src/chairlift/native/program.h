@@ -125,6 +125,7 @@ private:
         int8_t* q;
         float* scales;
         int32_t* sums;
+        int32_t* half_sums;
     };
 
     int new_buffer(int width, bool quantised, int rows);

@@ -47,7 +47,9 @@ void Program::fill_row(Lanes out, int row, Fill fill) const {
         const int count = std::min(kSliceLanes, out.width - lane);
         fill(lane, count, slice);
         const int64_t at = int64_t{row} * buffer.width + lane;
-        kernels_.elementwise.quantise(slice, count, rows.q + 2 * at, rows.scales + at / kBlock, rows.sums + at / kBlock);
+        const int64_t block = at / kBlock;
+        kernels_.elementwise.quantise(slice, count, rows.q + 2 * at, rows.scales + block, rows.sums + block,
+                                      rows.half_sums + 2 * block);
     }
 }
 
