@@ -113,15 +113,15 @@ def test_closing_lets_go_of_the_mapping(tiny_gguf: TinyGGUF) -> None:
 
 
 def test_a_vocabulary_of_50k_opens_in_a_tenth_of_a_second(tmp_path: Path) -> None:
-    """Guards against a slow string loop: opening is part of the two seconds to ready. Best of three, as others run."""
+    """Guards against a slow string loop: opening is part of the two seconds to ready. Processor time, as others run."""
     words = [f"Ġtoken{i}" for i in range(50_000)]
     metadata = {"tokens": words, "types": [1] * len(words), "merges": [f"Ġ {w}" for w in words]}
     path = write_gguf(tmp_path / "m.gguf", metadata, VECTOR)
     times = []
     for _ in range(3):
-        began = time.perf_counter()
+        began = time.process_time()
         GGUFFile.open(path).close()
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     assert min(times) < 0.1
 
 
