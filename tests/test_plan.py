@@ -42,24 +42,24 @@ def noted(made: Plan, words: str) -> bool:
 def test_defaults_on_a_roomy_machine() -> None:
     """Defaults that drift from what the documentation says."""
     made = plan()
-    assert (made.max_num_seqs, made.max_model_len, made.max_queue) == (16, 8192, 32)
+    assert (made.max_num_seqs, made.max_model_len, made.max_queue) == (20, 8192, 40)
     assert (made.max_num_batched_tokens, made.block_size, made.kv_dtype) == (512, 16, "f16")
-    assert made.pool_tokens == 16 * 1024
-    assert made.full_conversations == 2.0
+    assert made.pool_tokens == 20 * 1024
+    assert made.full_conversations == 2.5
     assert made.threads == 2
     assert made.max_gap_s is None
 
 
 def test_a_pool_below_all_slots_at_full_context_is_said() -> None:
     """Slots beyond what memory carries, found out by preemptions only."""
-    assert noted(plan(), "16 slots exceed the 2.0 full conversations")
-    assert not noted(plan(Config(kv_memory=16 * 8192 * 23040)), "exceed")
+    assert noted(plan(), "20 slots exceed the 2.5 full conversations")
+    assert not noted(plan(Config(kv_memory=20 * 8192 * 23040)), "exceed")
 
 
 def test_short_contexts_get_a_pool_for_all_slots() -> None:
     """Eight people preempting one another with gigabytes free."""
     made = plan(Config(max_model_len=1024))
-    assert made.pool_tokens == 16 * 1024
+    assert made.pool_tokens == 20 * 1024
     assert made.notes == ()
 
 
@@ -85,11 +85,11 @@ def test_context_never_exceeds_the_pool() -> None:
 
 
 def test_slots_are_lowered_to_what_memory_carries() -> None:
-    """Sixteen slots on memory for two: nothing but preemptions."""
+    """Twenty slots on memory for two: nothing but preemptions."""
     room = cost.packed_weight_bytes(ON_DISK.weight_bytes) + 160 * MIB
     made = plan(memory=int(room + 2.5 * 8192 * 23040 / 0.6))
     assert made.max_num_seqs == 2
-    assert noted(made, "slots lowered from 16 to 2")
+    assert noted(made, "slots lowered from 20 to 2")
     assert noted(plan(Config(max_num_seqs=8), memory=made.pool_bytes * 3), "8 slots exceed")
 
 

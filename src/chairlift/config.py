@@ -276,7 +276,7 @@ class Config:
     )
 
     max_num_seqs: int | None = _scheduling(
-        None, whole(1, 1024), "Slots: requests that run at once.", "16, or what memory carries at full context"
+        None, whole(1, 1024), "Slots: requests that run at once.", "20, or what memory carries at full context"
     )
     max_num_batched_tokens: int | None = _scheduling(
         None, whole(1, 65536), "Most tokens of one step; below the number of slots it lowers the slots.", "512"

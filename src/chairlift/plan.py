@@ -15,7 +15,7 @@ from chairlift.models.spec import ModelSpec
 Batching = Literal["continuous", "static", "serial"]
 
 BLOCK_SIZE = 16
-DEFAULT_SLOTS = 16
+DEFAULT_SLOTS = 20
 DEFAULT_CONTEXT = 8192
 DEFAULT_STEP_TOKENS = 512
 SLOT_TOKENS = 1024
