@@ -199,6 +199,8 @@ class MockLLM:
         self.pages = {"/v1/models": '{"data": [{"id": "mock", "owned_by": "somebody"}]}', **(pages or {})}
         self.page_headers: dict[str, str] = {}
         self.page_status = 200
+        self.page_pause_s = 0.0
+        """Between the first byte of a page and the rest."""
         self.num_left = 0
         """Clients that went away before their answer's end."""
         self.requests: list[dict[str, Any]] = []
@@ -237,7 +239,8 @@ class MockLLM:
         text = page() if callable(page) else page
         if text is None:
             return refusal(404)
-        return Reply([(0.0, text.encode())], self.page_status, "application/json", self.page_headers)
+        pieces = [(0.0, text[:1].encode()), (self.page_pause_s, text[1:].encode())]
+        return Reply(pieces, self.page_status, "application/json", self.page_headers)
 
     async def _play(self, reply: Reply, writer: asyncio.StreamWriter, *, is_chunked: bool) -> bool:
         """As servers do: in chunks, but to HTTP/1.0 (nginx unless told otherwise) until the connection's end."""

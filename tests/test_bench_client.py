@@ -162,6 +162,21 @@ def test_what_a_failure_said_is_kept() -> None:
     assert (broken.failure_detail, broken.text, broken.e2e_s) == ("step failed", "Hi", 1.5)
 
 
+def test_bodies_that_come_in_pieces_are_read_whole() -> None:
+    """The first packet taken for all of it: over a network counters are lacking, or cut in a number."""
+    body = json.dumps({"error": {"message": "full", "retry_after_s": 9}}).encode()
+    seen = ask(Reply([(0.0, body[:20]), (0.1, body[20:])], 503, "application/json"))
+    assert (seen.failure_detail, seen.retry_after_s) == ("full", 9.0)
+
+    async def test() -> bytes:
+        mock = MockLLM(lambda *_: refusal(500), {"/metrics": "vllm:prompt_tokens_total 1234"})
+        mock.page_pause_s = 0.1
+        async with mock.client() as client:
+            return (await client.get("/metrics"))[1]
+
+    assert run_virtual(test()) == b"vllm:prompt_tokens_total 1234"
+
+
 def test_nothing_is_tried_again() -> None:
     """gpustack#1677: 503s that the client hid by asking again."""
 
@@ -322,6 +337,14 @@ def test_ollama_in_one_piece() -> None:
     target = Target("http://mock", "m", Api.OLLAMA)
     seen = ask(Reply([(2.0, body)], content_type="application/json"), target, is_streamed=False)
     assert (seen.e2e_s, seen.text, seen.num_output_tokens, seen.finish_reason) == (2.0, "Hi", 5, "length")
+
+
+def test_llama_server_counts_cached_tokens_beside_its_usage() -> None:
+    """A warm cache that goes unflagged, since usage is silent about it."""
+    counts = {"prompt_tokens": 90, "completion_tokens": 1}
+    last = sse({"choices": [], "usage": counts, "timings": {"cache_n": 80, "prompt_n": 10, "predicted_n": 1}})
+    seen = ask([(1.0, delta("stop", content="Hi")), (0.0, last + DONE)])
+    assert (seen.num_prompt_tokens, seen.num_cached_tokens, seen.num_output_tokens) == (90, 80, 1)
 
 
 @pytest.mark.parametrize("said", ["5", 5.5, -1, None, [5]])

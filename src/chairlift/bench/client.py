@@ -183,14 +183,9 @@ class Client:
         return None, _Outcome(Failure.CLOSED_EARLY, f"after {len(answer.events)} events, without an end")
 
     async def _read_whole(self, response: aiohttp.ClientResponse, answer: Answer) -> tuple[float | None, _Outcome]:
-        pieces, num_bytes = [], 0
-        async for data in response.content.iter_any():
-            pieces.append(data)
-            num_bytes += len(data)
-            if num_bytes > MAX_BODY_BYTES:
-                raise BadStream(f"an answer of more than {MAX_BODY_BYTES} bytes")
+        body = await _body(response)
         ended_s = self.clock.now_s()
-        answer.whole(_parsed(b"".join(pieces)))
+        answer.whole(_parsed(body))
         if answer.error is not None:
             return ended_s, _Outcome(Failure.ERROR_EVENT, answer.error)
         if not answer.is_complete:
@@ -201,11 +196,21 @@ class Client:
         """Status, body and headers (names in lower case) of a GET. Raises BenchError when nobody answers."""
         try:
             async with self.session.get(self.target.base + path, allow_redirects=False) as response:
-                body = await response.content.read(MAX_BODY_BYTES)
-                return response.status, body, {name.lower(): value for name, value in response.headers.items()}
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                headers = {name.lower(): value for name, value in response.headers.items()}
+                return response.status, await _body(response), headers
+        except (TimeoutError, aiohttp.ClientError, OSError, BadStream) as error:
             what = error_text(str(error) or type(error).__name__)
             raise BenchError(f"{self.target.base} does not answer: {what}") from None
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """All of it. Raises BadStream beyond MAX_BODY_BYTES, which `response.read` would let in."""
+    body = bytearray()
+    async for data in response.content.iter_any():
+        body += data
+        if len(body) > MAX_BODY_BYTES:
+            raise BadStream(f"an answer of more than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
 
 
 # -- what went wrong --------------------------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ def _outcome(error: Exception, ask: Ask) -> _Outcome:
 
 async def _refusal(response: aiohttp.ClientResponse) -> _Outcome:
     """A status that is not 200: what the server said, and when to come back."""
-    body = await response.content.read(2**16)
+    body = await _body(response)
     try:
         value = json.loads(body)
     except ValueError:

@@ -212,12 +212,12 @@ class Answer:
                 self._finished(str(choice["finish_reason"]))
                 pieces.append((EventKind.FINISH, ""))
         usage = value.get("usage")
+        if isinstance(value.get("timings"), dict):
+            self._timings(value["timings"])
         if isinstance(usage, dict):
             self._usage(usage)
             if not choices:
                 pieces.append((EventKind.USAGE, ""))
-        elif isinstance(value.get("timings"), dict):
-            self._timings(value["timings"])
         return pieces
 
     def _finished(self, reason: str) -> None:
@@ -253,7 +253,8 @@ class Answer:
     def _usage(self, usage: dict[str, Any]) -> None:
         self.num_prompt_tokens = _count(usage.get("prompt_tokens"))
         self.num_output_tokens = _count(usage.get("completion_tokens"))
-        self.num_cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+        cached = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+        self.num_cached_tokens = self.num_cached_tokens if cached is None else cached  # some tell it in timings only
 
     def _timings(self, timings: dict[str, Any]) -> None:
         """llama-server's own; `prompt_n` leaves out what the cache had."""
