@@ -65,8 +65,6 @@ def test_figures_are_differences(prefix: str) -> None:
     assert seen.ttft is not None
     assert seen.ttft.mean_s == 0.5
     assert (seen.num_preemptions, seen.hit_rate) == (2, 0.25)
-    assert after.gauge("num_running") == 14
-    assert after.prefix == prefix
 
 
 def test_what_is_not_exported_is_not_zero() -> None:
@@ -74,7 +72,6 @@ def test_what_is_not_exported_is_not_zero() -> None:
     seen = between(parse(page("vllm:", 1)), parse(page("vllm:", 2)))
     assert (seen.queue, seen.tpot, seen.num_output_tokens) == (None, None, None)
     assert between(parse(""), parse("")) == Engine()
-    assert parse("").gauge("num_waiting") is None
 
 
 def test_llama_servers_names() -> None:
@@ -83,7 +80,6 @@ def test_llama_servers_names() -> None:
     seen = between(before, after)
     assert (seen.num_prompt_tokens, seen.num_output_tokens, seen.prefill_s) == (15, 15, 0.5)
     assert (seen.ttft, seen.e2e) == (None, None)
-    assert (after.gauge("num_running"), after.gauge("num_waiting")) == (3, 2)
 
 
 def test_a_restart_is_noticed() -> None:

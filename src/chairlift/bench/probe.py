@@ -31,11 +31,6 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "prefill_s": ("request_prefill_time_seconds_sum", "prompt_seconds_total"),
     "decode_s": ("request_decode_time_seconds_sum", "tokens_predicted_seconds_total"),
 }
-_GAUGES: Mapping[str, tuple[str, ...]] = {
-    "num_running": ("num_requests_running", "requests_processing"),
-    "num_waiting": ("num_requests_waiting", "requests_deferred"),
-    "kv_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc", "kv_cache_usage_ratio"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +51,10 @@ class Reading:
     """All samples of one server at one moment, summed over labels, by name without prefix; empty: not exported."""
 
     values: Mapping[str, float]
-    prefix: str = ""
 
     def value(self, *names: str) -> float | None:
         """The first of the names that is exported."""
         return next((self.values[name] for name in names if name in self.values), None)
-
-    def gauge(self, field: str) -> float | None:
-        """`num_running`, `num_waiting` or `kv_usage` (0 to 1) at this moment."""
-        return self.value(*_GAUGES[field])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +91,12 @@ async def read(client: Client) -> Reading:
 def parse(text: str) -> Reading:
     """The text format, as far as it is of one of the three servers."""
     values: dict[str, float] = {}
-    prefix = ""
     for name, value in _samples(text):
         known = next((each for each in PREFIXES if name.startswith(each)), None)
         if known is not None:
-            prefix = known
             short = name.removeprefix(known)
             values[short] = values.get(short, 0.0) + value
-    return Reading(values, prefix)
+    return Reading(values)
 
 
 def _samples(text: str) -> Iterator[tuple[str, float]]:
