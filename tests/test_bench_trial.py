@@ -18,7 +18,7 @@ from chairlift.bench.load import Limits
 from chairlift.bench.options import Wanted
 from chairlift.bench.report import Report, line
 from chairlift.bench.sample import Failure
-from chairlift.bench.stats import Slo
+from chairlift.bench.stats import Rates, Slo
 from chairlift.bench.trial import Outcome, Subject, Trial
 from chairlift.bench.workload import Arrivals, Closed, Lengths, Open, Workload
 from chairlift.errors import ConfigError
@@ -293,6 +293,18 @@ def test_steps_tell_what_changes_with_more_people() -> None:
     assert [row[-1] for table in flat.tables for row in table.rows] == ["<- knee"] * 4
 
 
+def test_a_step_that_was_interrupted_makes_no_knee() -> None:
+    """Ctrl-C, and no tokens/s for the last step: "the knee is at 2 users"."""
+    outcomes = [outcome_of(pace(0.5, 0.1), wanted(Closed(users), num_requests=20, warmup=4)) for users in (1, 2, 4)]
+    cut = replace(outcomes[2], window=replace(outcomes[2].window, is_interrupted=True))
+    cut = replace(cut, summary=replace(cut.summary, rates=Rates(0.0, 0.0, 0.0, 0.0, 0.0)))
+    report = steps.report([*outcomes[:2], cut], "http://mock")
+    assert report.data["knee_users"] is None
+    assert "No knee up to 2 users" in " ".join(report.verdict)
+    assert len(report.tables[0].rows) == 3
+    assert steps.report([cut], "http://mock").verdict == []
+
+
 # -- comparisons ------------------------------------------------------------------------------------------------------
 
 
@@ -386,6 +398,14 @@ def test_ceilings_know_slots_and_rates() -> None:
     slow = outcome_of(pace(60.0, 0.1), wanted(num_requests=20))
     assert any("more than it can do" in sentence for sentence in told(slow).verdict)
     assert not any("more than it can do" in sentence for sentence in told(outcome_of(pace(0.2, 0.1))).verdict)
+
+
+def test_arrivals_that_came_slowly_by_chance_are_no_overload() -> None:
+    """One Poisson run in nine called more than the server can do, at any speed: 20 requests took 30 s to fall due."""
+    asked = replace(wanted(Open(1), num_requests=20), workload=replace(WORK, seed=28))
+    outcome = outcome_of(pace(0.2, 0.1), asked)
+    assert outcome.summary.rates.requests < 0.7
+    assert not any("more than it can do" in sentence for sentence in told(outcome).verdict)
 
 
 def test_the_engines_figures_are_of_the_window_alone() -> None:

@@ -10,8 +10,8 @@ from chairlift.bench.stats import Spread, Summary
 from chairlift.bench.trial import Outcome, slo_text
 from chairlift.bench.workload import Closed, Open
 
-MAX_LANES = 60
 ABOVE_CAPACITY = 0.8
+"""Of the requests that fell due: fewer answers are too few, unless chance (twice the root) explains it."""
 
 
 def latencies(outcome: Outcome) -> Table:
@@ -61,8 +61,8 @@ def _latency_note(outcome: Outcome) -> str:
 
 def capacity(outcome: Outcome) -> Table:
     """What the server got through, with what it could at most."""
-    summary, ceiling = outcome.summary, outcome.subject.ceiling
-    rates, little = summary.rates, summary.little
+    ceiling, rates = outcome.subject.ceiling, outcome.summary.rates
+    is_closed = isinstance(outcome.wanted.arrivals, Closed)
     rows: list[list[Cell]] = [
         [
             "output tokens/s",
@@ -73,7 +73,7 @@ def capacity(outcome: Outcome) -> Table:
         ["prompt tokens/s", rates.prompt_tokens, None, ""],
         ["total tokens/s", rates.total_tokens, None, ""],
         ["answers/s", rates.requests, *_answers_ceiling(outcome)],
-        ["in flight, mean", rates.in_flight, bound(outcome), "users" if little else "--max-in-flight"],
+        ["in flight, mean", rates.in_flight, bound(outcome), "users" if is_closed else "--max-in-flight"],
         ["one stream's tokens/s, median", stream_rate(outcome), ceiling, "memory bandwidth / bytes read for a token"],
     ]
     columns = [Column("", align="left"), Column("measured"), Column("ceiling"), Column("which is", align="left")]
@@ -106,6 +106,7 @@ def facts(outcome: Outcome) -> Table:
     """What was asked, and what became of it."""
     summary, workload = outcome.summary, outcome.wanted.workload
     engine, stalls = outcome.engine, summary.stalls
+    preemptions = None if engine is None else engine.num_preemptions
     rows: list[list[Cell]] = [
         ["answered", summary.num_ok, f"of {summary.num_requests} measured"],
         *_failures(summary),
@@ -116,7 +117,7 @@ def facts(outcome: Outcome) -> Table:
         ["prompt tokens from the prefix cache", _percent(summary.cache_hit_rate), _shared(workload.shared_share)],
         ["stalls", stalls.num, f"in {stalls.num_streams_hit} of {stalls.num_streams} streams"],
         ["longest stall, s", stalls.longest_s or None, "a gap over 1 s and over 4 x its stream's median"],
-        ["preemptions", None if engine is None else engine.num_preemptions, _exported(engine is not None)],
+        ["preemptions", preemptions, "not exported" if preemptions is None else ""],
     ]
     if summary.goodput is not None:
         share = _percent(summary.goodput.share)
@@ -144,13 +145,11 @@ def _shared(share: float) -> str:
     return f"up to {share:.1%} is the workload's own (template, shared prefix)"
 
 
-def _exported(is_exported: bool) -> str:
-    return "" if is_exported else "not exported"
-
-
 def verdict(outcome: Outcome) -> list[str]:
     """What the figures mean, in sentences."""
     summary = outcome.summary
+    if not summary.num_requests:
+        return ["Nothing was measured: no request that counts has ended."]
     if not summary.num_ok or summary.e2e is None:
         return ["Nothing was answered: there are no latencies."]
     said = []
@@ -162,11 +161,10 @@ def verdict(outcome: Outcome) -> list[str]:
     if summary.num_ok < summary.num_requests:
         missed = summary.num_requests - summary.num_ok
         said.append(f"{missed} of {summary.num_requests} people got no answer, and no percentile above speaks of them.")
-    arrivals = outcome.wanted.arrivals
-    if isinstance(arrivals, Open) and summary.rates.requests < ABOVE_CAPACITY * arrivals.rate:
+    if _is_too_much(outcome):
         said.append(
-            f"{number(summary.rates.requests)} of {arrivals.rate:g} requests/s were answered: this is more than it can "
-            "do, and the wait grows with every minute."
+            f"{number(summary.rates.requests)} of {number(summary.rates.due)} requests/s were answered: this is more "
+            "than it can do, and the wait grows with every minute."
         )
     if summary.stalls.num:
         said.append(
@@ -176,6 +174,14 @@ def verdict(outcome: Outcome) -> list[str]:
     if summary.goodput is not None:
         said.append(f"{summary.goodput.share:.0%} of the requests kept {slo_text(summary.goodput.slo)}.")
     return said
+
+
+def _is_too_much(outcome: Outcome) -> bool:
+    if not isinstance(outcome.wanted.arrivals, Open) or outcome.wanted.workload.trace:
+        return False  # a trace's window is open until all have ended
+    rates, seconds = outcome.summary.rates, outcome.window.seconds
+    num_due, num_left = rates.due * seconds, (rates.due - rates.requests) * seconds
+    return num_left > max((1 - ABOVE_CAPACITY) * num_due, 2 * math.sqrt(num_due))
 
 
 def notes(outcome: Outcome) -> list[str]:
@@ -201,7 +207,7 @@ def charts(outcome: Outcome) -> list[Chart]:
         drawn.append(Chart("cdf", "TTFT", "TTFT, s", "answers, %", [Series("TTFT", ttft)]))
     if gaps:
         drawn.append(Chart("cdf", "ITL", "ITL, s", "gaps, %", [Series("ITL", gaps)], log_x=min(gaps) > 0))
-    lanes = [_lane(shot, outcome.window.begin_s) for shot in outcome.window.measured[:MAX_LANES]]
+    lanes = [_lane(shot, outcome.window.begin_s) for shot in outcome.window.measured]
     if lanes:
         drawn.append(Chart("timeline", "The measured requests", "s from the window's begin", "request", lanes=lanes))
     return drawn

@@ -176,6 +176,8 @@ class Rates:
 
     requests: float
     """Answered."""
+    due: float
+    """Requests that fell due in the window; those that were given up at its end are taken for such."""
     prompt_tokens: float
     """Of prompts whose answer began in the window; those found in a cache included."""
     output_tokens: float
@@ -256,6 +258,7 @@ class Summary:
             },
             "capacity": {
                 "requests_per_s": round(self.rates.requests, 4),
+                "due_per_s": round(self.rates.due, 4),
                 "prompt_tokens_per_s": round(self.rates.prompt_tokens, 2),
                 "output_tokens_per_s": round(self.rates.output_tokens, 2),
                 "total_tokens_per_s": round(self.rates.total_tokens, 2),
@@ -345,15 +348,16 @@ def _little(window: Window, e2e: Sequence[float], rates: Rates) -> Little | None
 def _rates(window: Window) -> Rates:
     seconds = window.seconds
     if not seconds:
-        return Rates(0.0, 0.0, 0.0, 0.0)
-    answered, prompts, output, busy = 0, 0, 0.0, 0.0
+        return Rates(0.0, 0.0, 0.0, 0.0, 0.0)
+    answered, due, prompts, output, busy = 0, window.num_cut, 0, 0.0, 0.0
     for sample in (shot.sample for shot in window.shots):
         began = sample.token_times[0] if sample.token_times else sample.ended_s
         answered += sample.is_ok and window.contains(sample.ended_s)
+        due += window.contains(sample.scheduled_s)
         prompts += (sample.num_prompt_tokens or 0) if window.contains(began) else 0
         output += sum(tokens for at_s, tokens in tokens_over_time(sample) if window.contains(at_s))
         busy += max(0.0, min(sample.ended_s, window.end_s) - max(sample.started_s, window.begin_s))
-    return Rates(answered / seconds, prompts / seconds, output / seconds, busy / seconds)
+    return Rates(answered / seconds, due / seconds, prompts / seconds, output / seconds, busy / seconds)
 
 
 def tokens_over_time(sample: Sample) -> list[tuple[float, float]]:

@@ -59,14 +59,14 @@ def report(outcomes: Sequence[Outcome], url: str) -> Report:
     if not outcomes:
         return Report(COMMAND, f"{url}: nothing was measured")
     users = [figures.bound(outcome) for outcome in outcomes]
-    rates = [outcome.summary.rates.output_tokens for outcome in outcomes]
-    found = knee(users, rates)
+    done = [outcome for outcome in outcomes if not outcome.window.is_interrupted]
+    found = knee(users, [outcome.summary.rates.output_tokens for outcome in done])
     doubted = [(str(count), doubt) for count, each in zip(users, outcomes, strict=True) for doubt in each.doubts]
     return Report(
         command=COMMAND,
         title=f"{outcomes[0].subject.name}: what changes with more people",
         tables=[_felt(users, outcomes, found), _got(users, outcomes, found)],
-        verdict=_verdict(users, outcomes, found),
+        verdict=_verdict(users, done, found),
         warnings=grouped(doubted, "users"),
         notes=[*figures.notes(outcomes[-1]), machine_note(url)],
         data={"knee_users": found, "knee_rule": RULE, "steps": [each.as_dict() for each in outcomes]},
@@ -124,18 +124,20 @@ def _got(users: Sequence[int], outcomes: Sequence[Outcome], found: int | None) -
 
 
 def _verdict(users: Sequence[int], outcomes: Sequence[Outcome], found: int | None) -> list[str]:
-    first, last = outcomes[0], outcomes[-1]
+    if len(outcomes) < 2:
+        return []
+    first, last, most = outcomes[0], outcomes[-1], users[len(outcomes) - 1]
     said = []
     before, after = first.summary.rates.output_tokens, last.summary.rates.output_tokens
-    if len(outcomes) > 1 and before and after:
+    if before and after:
         said.append(
-            f"{users[-1]} users get {number(after / before)} x the tokens/s that {users[0]} got, all together"
+            f"{most} users get {number(after / before)} x the tokens/s that {users[0]} got, all together"
             + _share(first, last, users)
         )
     if found is not None:
         said.append(f"The knee is at {found} users.")
-    elif len(outcomes) > 1:
-        said.append(f"No knee up to {users[-1]} users: the last step still brought {GAIN - 1:.0%} more or better.")
+    else:
+        said.append(f"No knee up to {most} users: the last step still brought {GAIN - 1:.0%} more or better.")
     return said
 
 
