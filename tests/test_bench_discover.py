@@ -93,7 +93,7 @@ def test_a_model_without_a_chat_template_is_asked_for_text(asked: str, has_templ
     async def test() -> Api:
         mock = MockLLM(lambda *_: refusal(500), {"/v1/models": json.dumps(listed)})
         async with tcp(mock) as url:
-            shared = Shared(Output(), None, Choice(asked), None, None, 10.0)
+            shared = Shared(Output(), None, Choice(asked), None, 10.0)
             async with connect(url, shared) as client:
                 return client.target.api
 

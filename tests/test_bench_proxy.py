@@ -32,7 +32,7 @@ from mock_llm import (
 )
 from proxied import free_port, running, tool, write_nginx
 
-SHARED = Shared(Output(), None, Api.AUTO, None, None, 60.0)
+SHARED = Shared(Output(), None, Api.AUTO, None, 60.0)
 SKEW_S = -1234.5
 """The server's wall clock is wrong by this."""
 TTFT_S = 0.3

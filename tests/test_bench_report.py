@@ -277,10 +277,10 @@ def test_shared_options_reach_the_command(tmp_path: Path) -> None:
         seen.append(shared)
         assert (url, extra) == ("u", 4)
 
-    asked = ["--model", "m", "--api", "completions", "--api-key", "k", "--seed", "7", "--timeout", "2.5"]
+    asked = ["--model", "m", "--api", "completions", "--api-key", "k", "--timeout", "2.5"]
     result = CliRunner().invoke(app, ["u", "--extra", "4", *asked, "--json", str(tmp_path / "a.json")])
     assert result.exit_code == 0, result.output
-    assert seen == [live.Shared(Output(tmp_path / "a.json"), "m", live.Api.COMPLETIONS, "k", 7, 2.5)]
+    assert seen == [live.Shared(Output(tmp_path / "a.json"), "m", live.Api.COMPLETIONS, "k", 2.5)]
     assert line(report())
 
 

@@ -14,7 +14,7 @@ from chairlift.bench.report import Output, Report
 from chairlift.bench.stream import StreamRun, pair_ratios
 from mock_llm import MockLLM, Reply, Script, buffered, delta, ending, paced, refusal, run_virtual, virtual_clock, whole
 
-SHARED = Shared(Output(), None, Api.AUTO, None, None, 60.0)
+SHARED = Shared(Output(), None, Api.AUTO, None, 60.0)
 NUM_TOKENS = 21
 Page = Callable[[], str]
 

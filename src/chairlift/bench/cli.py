@@ -96,7 +96,7 @@ def load(shared: Shared, work: WorkFlags, arrivals: ArrivalFlags, url: Url) -> N
     """Latency, stalls, capacity and failures under a load: users who think, a rate, or so many requests at once."""
     from chairlift.bench import single
 
-    single.load(shared, work.wanted(shared.seed, arrivals.arrivals(work.thinking), arrivals.trace), url)
+    single.load(shared, work.wanted(arrivals.arrivals(work.thinking), arrivals.trace), url)
 
 
 Users = Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of users, ascending.", rich_help_panel="Load")]
@@ -111,7 +111,7 @@ def steps(shared: Shared, work: WorkFlags, url: Url, users: Users = "1,2,5,10,20
     """What changes with more people: the same work for 1, 2, 5, 10, 20 users, and the knee beyond which they queue."""
     from chairlift.bench import steps as module
 
-    module.steps(shared, work.steps(shared.seed, module.parse_users(users)), url)
+    module.steps(shared, work.steps(module.parse_users(users)), url)
 
 
 Rounds = Annotated[int, typer.Option(min=1, max=100, help="Turns of every server.", rich_help_panel="Measuring")]
@@ -131,7 +131,7 @@ def compare(shared: Shared, work: WorkFlags, arrivals: ArrivalFlags, urls: Urls,
 
     if len(urls) < 2:
         raise ConfigError("compare needs two servers", hint="chairlift bench compare URL URL")
-    wanted = work.wanted(shared.seed, arrivals.arrivals(work.thinking), arrivals.trace)
+    wanted = work.wanted(arrivals.arrivals(work.thinking), arrivals.trace)
     module.compare(shared, wanted, urls, rounds)
 
 

@@ -50,7 +50,6 @@ class Shared:
     model: str | None  # None: the first that the server lists
     api: Api
     api_key: str | None
-    seed: int | None  # None: a fresh one, which the report names
     timeout_s: float
 
 
@@ -68,7 +67,6 @@ _ASKING = [
     _option("model", Annotated[str | None, typer.Option(help="Model.", show_default="the first listed")], None),
     _option("api", Annotated[Api, typer.Option(help="API to ask over.")], Api.AUTO),
     _option("api_key", Annotated[str | None, typer.Option(metavar="KEY", help="Key to send.")], None),
-    _option("seed", Annotated[int | None, typer.Option(min=0, help="Seed.", show_default="drawn")], None),
     _option("timeout", Annotated[float, typer.Option(min=0.1, metavar="S", help="Most seconds of a request.")], 600.0),
 ]
 

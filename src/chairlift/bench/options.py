@@ -18,6 +18,7 @@ from chairlift.bench.workload import Arrivals, Closed, Lengths, Open, SharedPref
 from chairlift.errors import ConfigError
 
 LEAST_REQUESTS = 20
+MAX_IN_FLIGHT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +49,21 @@ class WorkFlags:
     requests: int | None
     duration: float | None
     warmup: int | None
-    max_in_flight: int
+    max_in_flight: int | None
     slo: str | None
     no_stream: bool
     salt: str | None
     think: str
+    seed: int | None
 
-    def wanted(self, seed: int | None, arrivals: Arrivals, trace: Path | None = None) -> Wanted:
+    def wanted(self, arrivals: Arrivals, trace: Path | None = None) -> Wanted:
         """Raises ConfigError for what cannot be honoured."""
-        if self.requests is not None and self.duration is not None:
-            raise ConfigError("--requests and --duration: one of them ends the run")
         users = arrivals.users if isinstance(arrivals, Closed) else 0
+        self._check(users, has_trace=trace is not None)
         workload = Workload(
             prompt=Lengths.parse(self.prompt_tokens, "--prompt-tokens"),
             output=Lengths.parse(self.output_tokens, "--output-tokens"),
-            seed=secrets.randbits(32) if seed is None else seed,
+            seed=secrets.randbits(32) if self.seed is None else self.seed,
             salt=secrets.token_hex(8) if self.salt is None else self.salt,
             prefix=None if self.shared_prefix is None else SharedPrefix.parse(self.shared_prefix),
             trace=() if trace is None else read_trace(trace),
@@ -72,15 +73,24 @@ class WorkFlags:
             num_requests=None if self.duration is not None else requests,
             duration_s=self.duration,
             warmup=self.warmup,
-            max_in_flight=max(self.max_in_flight, users),
+            max_in_flight=self.max_in_flight or max(MAX_IN_FLIGHT, users),
         )
         slo = None if self.slo is None else Slo.parse(self.slo)
         return Wanted(workload, arrivals, limits, slo, not self.no_stream, self.salt is not None)
 
-    def steps(self, seed: int | None, users: Sequence[int]) -> list[Wanted]:
+    def _check(self, users: int, *, has_trace: bool) -> None:
+        if self.requests is not None and self.duration is not None:
+            raise ConfigError("--requests and --duration: one of them ends the run")
+        if self.max_in_flight is not None and self.max_in_flight < users:
+            raise ConfigError(f"--max-in-flight {self.max_in_flight}: {users} users would wait for each other here")
+        given = (self.requests, self.duration, self.warmup, self.shared_prefix)
+        if has_trace and any(value is not None for value in given):
+            raise ConfigError("--trace is measured as it is: no --requests, --duration, --warmup or --shared-prefix")
+
+    def steps(self, users: Sequence[int]) -> list[Wanted]:
         """The same work for each number of users. Raises ConfigError."""
-        seed = secrets.randbits(32) if seed is None else seed
-        return [self.wanted(seed, Closed(count, *self.thinking)) for count in users]
+        same = replace(self, seed=secrets.randbits(32) if self.seed is None else self.seed)
+        return [same.wanted(Closed(count, *self.thinking)) for count in users]
 
     @property
     def thinking(self) -> tuple[float, bool]:
@@ -109,6 +119,8 @@ class ArrivalFlags:
             raise ConfigError(f"{' and '.join(given)} are different kinds of load", hint="give one of them")
         if thinking[0] and self.users is None:
             raise ConfigError("--think is the time that --users think", hint="give --users N")
+        if self.even and self.rate is None:
+            raise ConfigError("--even is how requests of a --rate are spaced", hint="give --rate R")
         if self.rate is not None:
             return Open(self.rate, not self.even)
         if self.trace is not None and not given:
@@ -137,6 +149,7 @@ WORK_ROWS = [
         "Decides the words of prompts; the same salt and --seed again measure a warm prefix cache.",
         show_default="fresh, so that no cache helps",
     ),
+    _row("seed", int | None, None, "Decides lengths and moments.", min=0, show_default="drawn, and told"),
     _row("no_stream", bool, False, "Ask for whole answers: TTFT and ITL cannot be measured then."),
     _row(
         "requests", int | None, None, "Requests that are measured.", min=1, panel="Measuring",
@@ -146,8 +159,8 @@ WORK_ROWS = [
          panel="Measuring"),
     _row("warmup", int | None, None, "Answers before measuring begins.", min=0, panel="Measuring",
          show_default="until steady"),
-    _row("max_in_flight", int, 256, "Most requests under way; more wait in the client, and it says so.", min=1,
-         panel="Measuring"),
+    _row("max_in_flight", int | None, None, "Most requests under way; more wait in the client, and it says so.", min=1,
+         panel="Measuring", show_default="256, or one a user"),
     _row("slo", str | None, None, "Objectives for goodput, s: ttft=1,itl=0.2; of ttft, visible, itl (a request's own "
          "p95), tpot, e2e.", metavar="LIMITS", panel="Measuring"),
 ]  # fmt: skip
