@@ -149,6 +149,13 @@ def test_a_compressed_stream_is_named() -> None:
     assert any("comes compressed (gzip)" in note for note in report.notes)
 
 
+def test_an_address_that_brought_nothing_acquits_nobody() -> None:
+    """ "Neither address is gathered" of a proxy that refused every stream, or for one that was never asked."""
+    assert run(server(), MockLLM(lambda *_: refusal(502))).verdict[-1].startswith("Where it is gathered, if it is,")
+    never = ProxyRun("http://a", "http://b", SHARED, 3, 400).report()
+    assert (never.verdict[-1][:20], never.tables) == ("Where it is gathered", [])
+
+
 def test_streams_that_fail_are_no_evidence() -> None:
     """A verdict on a proxy from its own error pages."""
     report = run(MockLLM(lambda *_: refusal(503, "full")))

@@ -266,6 +266,24 @@ def test_an_interrupted_run_tells_what_it_has(number: signal.Signals) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize(("tables", "is_told"), [([], False), ([Table("t", [Column("c")], [[1]])], True)])
+def test_a_server_that_dies_takes_nothing_with_it(
+    tables: list[Table], is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four steps measured, one line of error; or a table of dashes for a server that never was."""
+
+    async def work(_: live.Live) -> None:
+        raise ChairliftError("it is gone")
+
+    with pytest.raises(ChairliftError, match="it is gone"):
+        live.measure(Output(), work, lambda: Report("bench x", "half", tables))
+    out = capsys.readouterr().out
+    assert bool(out) is is_told
+    if is_told:
+        document = json.loads(out.splitlines()[-1])
+        assert (document["interrupted"], document["warnings"]) == (True, ["ended early: it is gone"])
+
+
 def test_shared_options_reach_the_command(tmp_path: Path) -> None:
     """A flag that is parsed and then ignored."""
     app = typer.Typer()

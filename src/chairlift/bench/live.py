@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import typer
 
 from chairlift.bench.report import Output, Report, emit
+from chairlift.errors import ChairliftError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -141,16 +142,28 @@ class Live:
 
 
 def measure(output: Output, work: Callable[[Live], Coroutine[Any, Any, None]], tell: Callable[[], Report]) -> None:
-    """Runs `work` and emits what `tell` makes of it, also when Ctrl-C or SIGTERM ends it early (exit status 130)."""
+    """Runs `work` and emits what `tell` makes of it, also when Ctrl-C or SIGTERM ends it early (exit status 130).
+
+    An error that ends it, such as a server that is gone, is raised after what was measured, if there is a table of it.
+    """
     interrupted = False
+    error: ChairliftError | None = None
     load = load_average()
     with Live() as live, _terminated_as_interrupted():
         try:
             asyncio.run(work(live))
         except KeyboardInterrupt:
             interrupted = True
+        except ChairliftError as raised:
+            error = raised
     report = tell()
+    if error is not None:
+        if not report.tables:
+            raise error
+        report = replace(report, warnings=[*report.warnings, f"ended early: {error.message}"], interrupted=True)
     emit(replace(report, notes=[*report.notes, *noise(load)]), output, interrupted=interrupted)
+    if error is not None:
+        raise error
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -138,7 +138,7 @@ class ProxyRun:
         return Report(
             command="bench proxy",
             title=f"Is something gathering the stream? {' and '.join(path.url for path in self.paths)}",
-            tables=[_table(found)],
+            tables=[_table(found)] if any(path.samples for path in self.paths) else [],
             verdict=verdict,
             warnings=_warnings(found),
             notes=[machine_note(self.url), *_notes(found)],
@@ -221,10 +221,12 @@ def _delay_said(delay_s: float, where: str) -> str:
 
 def _who(direct: Gathering, through: Gathering) -> str:
     """Whose fault it is, of two addresses."""
-    if through.is_gathered and not direct.is_gathered:
-        return "What gathers lies between the two addresses."
     if direct.is_gathered:
         return "The direct address is gathered as well: look between here and the server first."
+    if Pattern.UNKNOWN in (direct.pattern, through.pattern):
+        return "Where it is gathered, if it is, cannot be told: one address brought too little."
+    if through.is_gathered:
+        return "What gathers lies between the two addresses."
     return "Neither address is gathered."
 
 

@@ -128,7 +128,9 @@ class StreamRun:
             command="bench stream",
             title=f"Streamed or not: {self.num_requests} x {self.num_tokens} tokens, {self.target.model or 'a model'} "
             f"at {self.target.base}, one request at a time",
-            tables=[_times(self.modes), _identity(self.modes), _speed(self.modes, self.ceiling)],
+            tables=[_times(self.modes), _identity(self.modes), _speed(self.modes, self.ceiling)]
+            if self.streamed.trials or self.whole.trials
+            else [],
             verdict=_verdict(self.streamed, self.whole),
             warnings=_warnings(self.modes, self.num_tokens, self.target) + _too_fast(self.modes, self.ceiling),
             notes=[machine_note(self.url), f"Server: {self.target.kind}, asked over {self.target.api}."],
