@@ -187,7 +187,7 @@ async def _bytes_per_token(setup: Setup) -> int:
 
 async def queue(setup: Setup) -> list[Table]:
     """Twice as many requests as the machine can answer, for eight seconds: a queue that takes all, and a short one."""
-    wishes = [Wish(setup.tokens(200), setup.tokens(64), at_s=i * 0.1) for i in range(80)]
+    wishes = [Wish(setup.tokens(200), setup.tokens(64), at_s=i * 0.05) for i in range(160)]
     rows: list[list[Cell]] = []
     for limit in ("1000", "8"):
         async with asking(setup, "--max-queue", limit) as asker:

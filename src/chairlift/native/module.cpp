@@ -183,6 +183,7 @@ void bind_program(nb::module_& module) {
 }  // namespace chairlift
 
 NB_MODULE(_native, module) {
+    nanobind::set_leak_warnings(false);  // a server ends with its model in use: that is no leak, and no news for a user
     module.doc() = "The compiled core: kernels for the instruction sets of this machine, and the Program they replay.";
     chairlift::bind_isa(module);
     chairlift::bind_storage(module);
