@@ -201,6 +201,7 @@ class MockLLM:
         self.page_status = 200
         self.page_pause_s = 0.0
         """Between the first byte of a page and the rest."""
+        self.num_connections = 0
         self.num_left = 0
         """Clients that went away before their answer's end."""
         self.requests: list[dict[str, Any]] = []
@@ -209,6 +210,7 @@ class MockLLM:
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection."""
+        self.num_connections += 1
         try:
             while await self._serve_one(reader, writer):
                 pass

@@ -28,6 +28,7 @@ from mock_llm import (
     refusal,
     run_virtual,
     sse,
+    tcp,
     usage,
     virtual_clock,
     whole,
@@ -187,6 +188,19 @@ def test_nothing_is_tried_again() -> None:
         assert len(mock.requests) == 1
 
     run_virtual(test())
+
+
+def test_each_request_has_a_connection_of_its_own() -> None:
+    """Every second request lost to llama-server, which closes after a stream without having said so."""
+
+    async def test() -> int:
+        mock = MockLLM(lambda *_: paced(1, 0.0, 0.0))
+        async with tcp(mock) as url, Client(Target(url, "m")) as client:
+            for _ in range(3):
+                assert (await client.ask("Hello", 1)).failure is None
+        return mock.num_connections
+
+    assert asyncio.run(test()) == 3
 
 
 def test_a_server_that_is_not_there() -> None:

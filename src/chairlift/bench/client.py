@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Api", "BenchError", "Client", "Clock", "Prompt", "ServerKind", "Target", "connect", "discover"]
 
 CONNECT_S = 10.0
-KEEP_ALIVE_S = 2.0
-"""Shorter than servers keep idle connections (5 s and more): one used just as its server closes it would fail."""
 MAX_BODY_BYTES = 2**24
 
 
@@ -58,7 +56,8 @@ class BenchError(ChairliftError):
 
 
 class Client:
-    """Asks one target. `async with`; as many requests at once as are asked for, each on a connection of its own.
+    """Asks one target. `async with`; as many requests at once as are asked for, each on a new connection, whose opening
+    is in its times.
 
     `timeout_s` bounds one whole request. `accepts_gzip` asks as browsers and most libraries do; without it nothing is
     compressed on the way. `connector` replaces TCP in tests.
@@ -85,8 +84,9 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # limit=0: a pool with a limit would be a queue that nobody sees.
-        connector = self._connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        # limit=0: a pool with a limit would be a queue that nobody sees. force_close: llama-server closes after a
+        # stream without a word, and a request on that connection would fail.
+        connector = self._connector or aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=self._timeout,
