@@ -356,6 +356,18 @@ def test_a_row_that_is_not_finite_is_flagged(isa: str, bad: float, place: int) -
 
 
 @each_isa
+@pytest.mark.parametrize("fields", [{"repetition_penalty": np.nan}, {"presence_penalty": -np.inf}, {}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_adjustments_that_make_a_nan_are_flagged(isa: str, fields: Mapping[str, float], temperature: float) -> None:
+    """A NaN weight has no bin: it was counted beyond the histogram's end, over whatever memory lay there."""
+    bias = (np.array([4], np.int32), np.array([-np.inf if fields else np.nan], np.float32))
+    seen = (np.array([4], np.int32), np.array([1], np.int32))
+    native, reference = both(isa, ROWS["few"], record(temperature=temperature, **fields), bias, seen)
+    assert not native.finite
+    assert_same(native, reference)
+
+
+@each_isa
 def test_banned_tokens(isa: str) -> None:
     """A ban must hold for greedy and drawn tokens; a row with every token banned is flagged."""
     logits = ROWS["few"]

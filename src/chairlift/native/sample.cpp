@@ -163,15 +163,22 @@ private:
 };
 
 // Bias, then penalties: repetition divides a positive logit and multiplies a negative one, presence and frequency are
-// subtracted for tokens in the output.
-void adjust(const SampleParams& params, const Adjustments& changes, float* logits) {
-    for (int i = 0; i < changes.num_bias; ++i) logits[changes.bias_ids[i]] += changes.bias_values[i];
+// subtracted for tokens in the output. False when one of them made a NaN, which has no place in a ranking.
+bool adjust(const SampleParams& params, const Adjustments& changes, float* logits) {
+    bool has_nan = false;
+    for (int i = 0; i < changes.num_bias; ++i) {
+        float& logit = logits[changes.bias_ids[i]];
+        logit += changes.bias_values[i];
+        has_nan |= std::isnan(logit);
+    }
     for (int i = 0; i < changes.num_seen; ++i) {
         float& logit = logits[changes.seen_ids[i]];
         logit = logit > 0.0F ? logit / params.repetition_penalty : logit * params.repetition_penalty;
         const int32_t count = changes.seen_counts[i];
         if (count > 0) logit -= params.presence_penalty + params.frequency_penalty * static_cast<float>(count);
+        has_nan |= std::isnan(logit);
     }
+    return !has_nan;
 }
 
 int32_t draw(Ranking& ranking, int64_t vocab, const SampleParams& params) {
@@ -240,12 +247,12 @@ SampleResult reduce_logits(const SampleKernels& kernels, const float* logits, in
         float adjusted_max = max;
         if (adjustments.num_bias > 0 || adjustments.num_seen > 0) {
             std::copy(logits, logits + vocab, scratch);
-            adjust(params, adjustments, scratch);
+            result.finite = adjust(params, adjustments, scratch);
             adjusted.values = scratch;
             bool all_finite = true;  // bans are not
             adjusted_max = kernels.max(scratch, vocab, &all_finite);
         }
-        result.finite = std::isfinite(adjusted_max);
+        result.finite = result.finite && std::isfinite(adjusted_max);
         if (!result.finite) return result;
         result.token = choose(adjusted, adjusted_max, params, scratch + vocab);
     }

@@ -41,7 +41,7 @@ struct SampleResult {
     float logprob;
     int32_t top_ids[kMaxTop];  // most likely first, ties by lower id; -1 beyond num_top
     float top_logprobs[kMaxTop];
-    bool finite;  // false: a raw logit was NaN or infinite, nothing else is meaningful
+    bool finite;  // false: a raw logit was NaN or infinite, or none can be chosen; nothing else is meaningful
 };
 
 // Scans over n values that are worth vector code.
