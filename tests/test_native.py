@@ -109,6 +109,16 @@ def test_mixed_files(tiny_gguf: TinyGGUF, architecture: str) -> None:
         check_close(logits_of(load(NativeBackend(isa), path), parts), expected)
 
 
+@pytest.mark.parametrize("weight_type", ["Q6_K", "Q5_1"])
+def test_rows_wider_than_a_slice(tiny_gguf: TinyGGUF, weight_type: str) -> None:
+    """Rows are rounded 512 lanes at a time: a later slice's scales or (half) sums put elsewhere."""
+    path = tiny_gguf("llama", layers=1, weight_type=weight_type, ffn=1280)
+    parts = short_parts()
+    expected = logits_of(load(ReferenceBackend(), path), parts)
+    for isa in ISAS:
+        check_close(logits_of(load(NativeBackend(isa), path), parts), expected)
+
+
 def test_rope_scaling_and_tied_weights(tiny_gguf: TinyGGUF) -> None:
     """Frequency factors left out of the compiled rotation, or a tied head packed twice."""
     path = tiny_gguf("llama", rope_freqs=True, tied=True, weight_type="Q8_0")

@@ -1,4 +1,5 @@
 #include <atomic>
+#include <chrono>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -16,6 +17,27 @@ void each_chunk_once(Pool& pool, Random& random, int jobs) {
         std::vector<int> hits(static_cast<size_t>(random.below(40)));
         pool.run(static_cast<int>(hits.size()), [&](int chunk) { ++hits[static_cast<size_t>(chunk)]; });
         for (const int hit : hits) CHECK(hit == 1);
+    }
+}
+
+void keep_busy(std::chrono::microseconds time) {
+    const auto end = std::chrono::steady_clock::now() + time;
+    while (std::chrono::steady_clock::now() < end) continue;
+}
+
+// Every thread must come, also from its sleep: a chunk ends only when each of them has one. With the pauses most threads
+// have parked before the bell, and the caller before the last chunk ends; nothing depends on that.
+void parked_threads_wake(Pool& pool) {
+    const std::thread::id caller = std::this_thread::get_id();
+    for (int job = 0; job < 100; ++job) {
+        keep_busy(std::chrono::microseconds(job % 2 * 100));
+        std::atomic<int> arrived{0};
+        pool.run(pool.threads(), [&](int) {
+            ++arrived;
+            while (arrived < pool.threads()) std::this_thread::yield();
+            if (std::this_thread::get_id() != caller) keep_busy(std::chrono::microseconds(job % 3 * 50));
+        });
+        CHECK(arrived == pool.threads());
     }
 }
 
@@ -57,6 +79,7 @@ void check_pool() {
     for (const int threads : {1, 2, 4}) {
         Pool pool(threads);
         each_chunk_once(pool, random, 2000);
+        parked_threads_wake(pool);
         errors_reach_the_caller(pool);
         nested_calls_run(pool);
         callers_take_turns(pool);
