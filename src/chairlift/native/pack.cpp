@@ -70,6 +70,7 @@ void put_group(const uint8_t* q, int row, uint8_t* group) {
     }
     constexpr int upper = shape.bits - 4;
     if constexpr (upper != 0) {
+        static_assert(shape.bits == 8 || upper * vectors <= 8, "one byte holds the upper bits of every fourth input");
         for (int i = 0; i < 4; ++i) {
             int bits = 0;
             for (int j = 0; j < vectors; ++j) bits |= q[4 * j + i] >> 4 << upper * j;

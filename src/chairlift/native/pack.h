@@ -52,7 +52,8 @@ using ParallelFor = std::function<void(int n, const std::function<void(int)>& bo
 // Owns one packed matrix; movable.
 class PackedMatrix {
 public:
-    // All zero weights. Throws std::invalid_argument on sizes below 1, or cols % 32 != 0 for a layout of levels.
+    // Room for the weights, which pack() writes: only the last panel is set, to zero weights. Throws std::invalid_argument on
+    // sizes below 1, or cols % 32 != 0 for a layout of levels.
     PackedMatrix(Layout layout, int64_t rows, int64_t cols);
 
     Layout layout() const { return view_.layout; }

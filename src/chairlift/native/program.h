@@ -159,7 +159,6 @@ private:
     void reserve_parts();
     void plan_attention(const Step& step, int group);
     void cut_tiles(const Step& step, int group);
-    void cut_units();
     bool cut_splits(const Tile& tile, Unit unit, size_t& num_floats);
     void run_attend(const Op& op, const Step& step);
     AttendTask attend_task(const Op& op, const Step& step, const Unit& unit) const;
