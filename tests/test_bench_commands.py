@@ -145,6 +145,7 @@ def test_ctrl_c_tells_what_was_measured(server: Server) -> None:
         (("load", "--requests", "5", "--duration", "5"), "one of them ends the run"),
         (("load", "--trace", "/nowhere"), "cannot read the trace"),
         (("load", "--trace", "/nowhere", "--warmup", "3"), "is measured as it is"),
+        (("load", "--trace", "/nowhere", "--output-tokens", "100"), "is measured as it is"),
         (("load", "--users", "2", "--even"), "give --rate"),
         (("steps", "--users", "1,5", "--max-in-flight", "4"), "5 users would wait for each other"),
         (("steps", "--users", "3,2,1"), "must ascend"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from chairlift.bench import probe
@@ -65,6 +67,29 @@ def test_figures_are_differences(prefix: str) -> None:
     assert seen.ttft is not None
     assert seen.ttft.mean_s == 0.5
     assert (seen.num_preemptions, seen.hit_rate) == (2, 0.25)
+
+
+QUEUED = """\
+# TYPE vllm:request_queue_time_seconds histogram
+vllm:request_queue_time_seconds_bucket{{le="0.5"}} {short}
+vllm:request_queue_time_seconds_bucket{{le="2.0"}} {num}
+vllm:request_queue_time_seconds_bucket{{le="+Inf"}} {all}
+vllm:request_queue_time_seconds_count {all}
+vllm:request_queue_time_seconds_sum {sum}
+"""
+
+
+def test_waits_are_told_by_the_bounds_of_their_buckets() -> None:
+    """A mean wait of nothing, with a tail that nobody shows; a bound of the buckets since the server's start."""
+    before = parse(QUEUED.format(short=0, num=0, all=50, sum=500))
+    seen = between(before, parse(QUEUED.format(short=94, num=98, all=150, sum=540)))
+    assert seen.queue is not None
+    assert [seen.queue.bound_s(percent) for percent in (50, 94, 95, 98, 99, 100)] == [0.5, 0.5, 2, 2, inf, inf]
+    both = total([seen, seen]).queue
+    assert both is not None
+    assert (both.num, both.mean_s, both.bound_s(50), both.bound_s(95)) == (200, 0.4, 0.5, 2)
+    assert Mean(0, 0.0, ((0.5, 0), (inf, 0))).bound_s(50) is None
+    assert Mean(3, 1.0).bound_s(50) is None
 
 
 def test_what_is_not_exported_is_not_zero() -> None:

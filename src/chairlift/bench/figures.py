@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from chairlift.bench.load import Shot
+from chairlift.bench.probe import Mean
 from chairlift.bench.report import Cell, Chart, Column, Lane, Series, Span, Table, number
 from chairlift.bench.stats import Spread, Summary
 from chairlift.bench.trial import Outcome, slo_text
@@ -27,7 +28,7 @@ def latencies(outcome: Outcome) -> Table:
     if summary.num_ok < summary.num_requests:
         rows.append(_spread_row("E2E, a failure as never", summary.e2e_with_failures))
     rows.append(_spread_row("dispatch delay (client)", summary.dispatch))
-    rows.append(["queue (engine, in the window)", None, outcome.queue_s, None, None, None, None])
+    rows.append(_queue_row(outcome.queue))
     columns = [Column("", align="left"), Column("values")]
     columns += [Column(title, "s") for title in ("mean", "p50", "p95", "p99", "max")]
     title = f"What each request felt ({summary.num_ok} answered of {summary.num_requests})"
@@ -40,6 +41,21 @@ def _spread_row(name: str, spread: Spread | None) -> list[Cell]:
     p95 = "= max" if spread.is_max(95) else _figure(spread.p95)
     p99 = "= max" if spread.is_max(99) else _figure(spread.p99)
     return [name, spread.num, _figure(spread.mean), _figure(spread.p50), p95, p99, _figure(spread.max)]
+
+
+def _queue_row(queue: Mean | None) -> list[Cell]:
+    """The engine tells its waits by bucket: each figure but the mean is the bound that was not exceeded."""
+    bounds: list[Cell] = (
+        [None] * 4 if queue is None else [_bound(queue.bound_s(percent)) for percent in (50, 95, 99, 100)]
+    )
+    known: list[Cell] = [None, None] if queue is None else [queue.num, queue.mean_s]
+    return ["queue (engine, in the window)", *known, *bounds]
+
+
+def _bound(bound_s: float | None) -> Cell:
+    if bound_s is None:
+        return None
+    return f"<= {number(bound_s)}" if math.isfinite(bound_s) else "beyond its buckets"
 
 
 def _figure(value: float) -> Cell:
@@ -56,6 +72,8 @@ def _latency_note(outcome: Outcome) -> str:
         said.append("TTFT, ITL and TPOT are not measurable without streaming.")
     if outcome.queue_s is None:
         said.append("The engine's queue wait is not exported.")
+    else:
+        said.append("The engine counts its queue waits by bucket: '<=' stands before the bound that they kept.")
     return " ".join(said)
 
 

@@ -19,6 +19,8 @@ from chairlift.errors import ConfigError
 
 LEAST_REQUESTS = 20
 MAX_IN_FLIGHT = 256
+PROMPT_TOKENS = "200"
+OUTPUT_TOKENS = "100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class Wanted:
 class WorkFlags:
     """The options that say what is asked and how much is measured, as they were typed."""
 
-    prompt_tokens: str
-    output_tokens: str
+    prompt_tokens: str | None
+    output_tokens: str | None
     shared_prefix: str | None
     requests: int | None
     duration: float | None
@@ -61,8 +63,8 @@ class WorkFlags:
         users = arrivals.users if isinstance(arrivals, Closed) else 0
         self._check(users, has_trace=trace is not None)
         workload = Workload(
-            prompt=Lengths.parse(self.prompt_tokens, "--prompt-tokens"),
-            output=Lengths.parse(self.output_tokens, "--output-tokens"),
+            prompt=Lengths.parse(_or(self.prompt_tokens, PROMPT_TOKENS), "--prompt-tokens"),
+            output=Lengths.parse(_or(self.output_tokens, OUTPUT_TOKENS), "--output-tokens"),
             seed=secrets.randbits(32) if self.seed is None else self.seed,
             salt=secrets.token_hex(8) if self.salt is None else self.salt,
             prefix=None if self.shared_prefix is None else SharedPrefix.parse(self.shared_prefix),
@@ -83,9 +85,12 @@ class WorkFlags:
             raise ConfigError("--requests and --duration: one of them ends the run")
         if self.max_in_flight is not None and self.max_in_flight < users:
             raise ConfigError(f"--max-in-flight {self.max_in_flight}: {users} users would wait for each other here")
-        given = (self.requests, self.duration, self.warmup, self.shared_prefix)
-        if has_trace and any(value is not None for value in given):
-            raise ConfigError("--trace is measured as it is: no --requests, --duration, --warmup or --shared-prefix")
+        lengths = (self.prompt_tokens, self.output_tokens, self.shared_prefix)
+        if has_trace and any(value is not None for value in (*lengths, self.requests, self.duration, self.warmup)):
+            raise ConfigError(
+                "--trace is measured as it is",
+                hint="without --prompt-tokens, --output-tokens, --shared-prefix, --requests, --duration and --warmup",
+            )
 
     def steps(self, users: Sequence[int]) -> list[Wanted]:
         """The same work for each number of users. Raises ConfigError."""
@@ -128,6 +133,10 @@ class ArrivalFlags:
         return Closed(self.users or self.concurrency or 1, *thinking)
 
 
+def _or(given: str | None, default: str) -> str:
+    return default if given is None else given
+
+
 def _row(name: str, kind: Any, default: Any, help: str, **more: Any) -> inspect.Parameter:
     flag = more.pop("flag", "--" + name.replace("_", "-"))
     panel = more.pop("panel", "Work")
@@ -137,8 +146,9 @@ def _row(name: str, kind: Any, default: Any, help: str, **more: Any) -> inspect.
 
 _LENGTH = "200, uniform:100-300, lognormal:200,0.5 (median, sigma) or exponential:200 (mean); by the server's count."
 WORK_ROWS = [
-    _row("prompt_tokens", str, "200", f"Length of prompts: {_LENGTH}", metavar="N"),
-    _row("output_tokens", str, "100", "Length of answers, in the same words.", metavar="N"),
+    _row("prompt_tokens", str | None, None, f"Length of prompts: {_LENGTH}", metavar="N", show_default=PROMPT_TOKENS),
+    _row("output_tokens", str | None, None, "Length of answers, in the same words.", metavar="N",
+         show_default=OUTPUT_TOKENS),
     _row(
         "shared_prefix", str | None, None, "Of SHARE of the prompts the first TOKENS are the same: 0.8:500.",
         metavar="SHARE:TOKENS",

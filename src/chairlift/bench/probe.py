@@ -7,8 +7,9 @@ request begins and ends: they are compared with the client's by order of magnitu
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -35,15 +36,21 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A sum of seconds over so many requests."""
+    """A sum of seconds over so many requests; `buckets` has (bound in s, requests within it), bounds ascending."""
 
     num: int
     sum_s: float
+    buckets: tuple[tuple[float, float], ...] = ()
 
     @property
     def mean_s(self) -> float | None:
         """Their mean; None of none."""
         return self.sum_s / self.num if self.num else None
+
+    def bound_s(self, percent: float) -> float | None:
+        """The bucket's bound that so many percent do not exceed, infinite beyond the last; None of none, or untold."""
+        needed = math.ceil(percent * self.num / 100)
+        return next((bound for bound, num in self.buckets if num >= needed), None) if self.num else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,8 @@ class Reading:
     """All samples of one server at one moment, summed over labels, by name without prefix; empty: not exported."""
 
     values: Mapping[str, float]
+    queue_buckets: Mapping[float, float] = field(default_factory=dict)
+    """Requests that waited no longer than so many seconds."""
 
     def value(self, *names: str) -> float | None:
         """The first of the names that is exported."""
@@ -91,22 +100,25 @@ async def read(client: Client) -> Reading:
 def parse(text: str) -> Reading:
     """The text format, as far as it is of one of the three servers."""
     values: dict[str, float] = {}
-    for name, value in _samples(text):
+    buckets: dict[float, float] = {}
+    for name, bound_s, value in _samples(text):
         known = next((each for each in PREFIXES if name.startswith(each)), None)
-        if known is not None:
-            short = name.removeprefix(known)
+        short = name.removeprefix(known or "")
+        if known is not None and bound_s is None:
             values[short] = values.get(short, 0.0) + value
-    return Reading(values)
+        elif known is not None and bound_s is not None and short == f"{QUEUE}_bucket":
+            buckets[bound_s] = buckets.get(bound_s, 0.0) + value
+    return Reading(values, buckets)
 
 
-def _samples(text: str) -> Iterator[tuple[str, float]]:
-    """Names and values; histogram buckets are left out. A page that is no metrics gives what came before its fault."""
+def _samples(text: str) -> Iterator[tuple[str, float | None, float]]:
+    """Names, bounds of buckets, and values. A page that is no metrics gives what came before its fault."""
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if not sample.name.endswith("_bucket"):
-                    yield sample.name, sample.value
-    except ValueError:
+                bound = sample.labels["le"] if sample.name.endswith("_bucket") else None
+                yield sample.name, None if bound is None else float(bound), sample.value
+    except (ValueError, KeyError):
         return
 
 
@@ -115,20 +127,21 @@ def between(before: Reading, after: Reading) -> Engine:
     gained = {name: value - before.values.get(name, 0.0) for name, value in after.values.items()}
     if any(gained[name] < 0 for name in gained if name.endswith(("_total", "_count"))):
         return Engine(was_restarted=True)
-    change = Reading(gained)
+    waits = {bound: num - before.queue_buckets.get(bound, 0.0) for bound, num in after.queue_buckets.items()}
+    change = Reading(gained, waits)
     sums: dict[str, Any] = {field: change.value(*names) for field, names in _NAMES.items()}
     return Engine(
         ttft=_mean(change, TTFT),
         e2e=_mean(change, E2E),
-        queue=_mean(change, QUEUE),
+        queue=_mean(change, QUEUE, change.queue_buckets),
         tpot=_mean(change, TPOT),
         **sums,
     )
 
 
-def _mean(change: Reading, name: str) -> Mean | None:
+def _mean(change: Reading, name: str, buckets: Mapping[float, float] | None = None) -> Mean | None:
     num, sum_s = change.value(f"{name}_count"), change.value(f"{name}_sum")
-    return None if num is None or sum_s is None else Mean(round(num), sum_s)
+    return None if num is None or sum_s is None else Mean(round(num), sum_s, tuple(sorted((buckets or {}).items())))
 
 
 def total(engines: list[Engine]) -> Engine:
@@ -148,7 +161,10 @@ def _sum_means(means: list[Mean | None]) -> Mean | None:
     known = [mean for mean in means if mean is not None]
     if not known or len(known) < len(means):
         return None
-    return Mean(sum(mean.num for mean in known), sum(mean.sum_s for mean in known))
+    buckets: dict[float, float] = {}
+    for bound, num in (each for mean in known for each in mean.buckets):
+        buckets[bound] = buckets.get(bound, 0.0) + num
+    return Mean(sum(mean.num for mean in known), sum(mean.sum_s for mean in known), tuple(sorted(buckets.items())))
 
 
 async def settled(client: Client, before: Reading, num_requests: int = 1) -> Engine:

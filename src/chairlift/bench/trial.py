@@ -79,10 +79,23 @@ class Outcome:
     doubts: tuple[Doubt, ...]
 
     @property
+    def queue(self) -> probe.Mean | None:
+        """Waits for a slot, by the engine's own clock; None where it does not export them."""
+        return self.engine.queue if self.engine else None
+
+    @property
     def queue_s(self) -> float | None:
-        """Mean wait for a slot, by the engine's own clock."""
-        queue = self.engine.queue if self.engine else None
-        return queue.mean_s if queue else None
+        """Mean wait for a slot."""
+        return self.queue.mean_s if self.queue else None
+
+    def _queue_bounds(self) -> dict[str, float | None] | None:
+        """What that part of the waits did not exceed: bounds of buckets; null beyond the last."""
+        if self.queue is None:
+            return None
+        bounds = {
+            name: self.queue.bound_s(percent) for name, percent in (("p50", 50), ("p95", 95), ("p99", 99), ("max", 100))
+        }
+        return {name: bound if bound is not None and math.isfinite(bound) else None for name, bound in bounds.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON."""
@@ -104,6 +117,7 @@ class Outcome:
             "num_cut": self.window.num_cut,
             **self.summary.as_dict(),
             "engine_queue_mean_s": self.queue_s,
+            "engine_queue_bounds_s": self._queue_bounds(),
             "num_preemptions": engine.num_preemptions if engine else None,
             "one_stream_ceiling_tokens_per_s": self.subject.ceiling,
             "doubts": [{"name": doubt.name, "text": doubt.text} for doubt in self.doubts],
