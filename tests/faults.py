@@ -17,7 +17,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -99,10 +99,10 @@ class BrokenBias(dict[int, float]):
         self._at = at
         self.request: Request | None = None
 
-    def __iter__(self) -> Iterator[int]:
+    def __len__(self) -> int:
         if self.request is not None and len(self.request.output) >= self._at:
             raise ERRORS[0]
-        return super().__iter__()
+        return super().__len__()
 
 
 class BrokenDetok(Detokenizer):
@@ -160,7 +160,7 @@ class BrokenObserver(Observer):
         """Perhaps."""
         self._event()
 
-    def next_token(self, request: Request, gap_s: float) -> None:
+    def next_tokens(self, gaps: Sequence[tuple[Request, float]]) -> None:
         """Perhaps."""
         self._event()
 

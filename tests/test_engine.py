@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -213,9 +213,10 @@ class Recorder(Observer):
     def first_token(self, request: Request) -> None:
         self.events.append(("first", request.id))
 
-    def next_token(self, request: Request, gap_s: float) -> None:
-        assert gap_s >= 0
-        self.events.append(("next", request.id))
+    def next_tokens(self, gaps: Sequence[tuple[Request, float]]) -> None:
+        for request, gap_s in gaps:
+            assert gap_s >= 0
+            self.events.append(("next", request.id))
 
     def finished(self, request: Request) -> None:
         self.events.append(("finished", request.id))

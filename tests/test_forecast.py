@@ -58,10 +58,10 @@ def test_what_was_measured_counts() -> None:
     """Fault: a constant in place of the speed there is; or one that was measured while nobody else was served."""
     measured = speed()
     for _ in range(2000):
-        measured.saw_next_token(0.5)
+        measured.saw_next_tokens([0.5])
     assert measured.token_s == pytest.approx(0.5)
     for _ in range(9000):
-        measured.saw_next_token(0.001)
+        measured.saw_next_tokens([0.001])
     assert measured.token_s == pytest.approx(0.02), "at least a step in which every slot gets its token"
     request = fake_request("a", [1] * 100)
     request.timing.scheduled_s, request.timing.first_token_s = 10.0, 20.0

@@ -115,8 +115,7 @@ def test_a_request_is_timed_from_its_arrival() -> None:
     metrics, request = Metrics(fake_plan()), finished()
     metrics.admitted(request)
     metrics.first_token(request)
-    metrics.next_token(request, 1.5)
-    metrics.next_token(request, 2.5)
+    metrics.next_tokens([(request, 1.5), (request, 2.5)])
     metrics.finished(request)
     now = samples(metrics)
     assert now["request_queue_time_seconds_sum{}"] == 2.0
@@ -178,7 +177,7 @@ def test_buckets_reach_minutes(name: str, seconds: float) -> None:
     metrics, request = Metrics(fake_plan()), finished()
     request.timing.first_token_s = request.timing.finished_s = 10.0 + seconds
     metrics.first_token(request)
-    metrics.next_token(request, seconds)
+    metrics.next_tokens([(request, seconds)])
     metrics.finished(request)
     buckets = {k: v for k, v in samples(metrics).items() if k.startswith(name + "_bucket") and "stream=true" in k}
     finite = [value for key, value in buckets.items() if "+Inf" not in key]

@@ -115,7 +115,7 @@ class Engine:
                 start_s = self._clock()
                 self._scheduler.commit(step, self._timed_run(step))
                 if step.num_rows == 1:
-                    self._speed.saw_next_token(self._clock() - start_s)
+                    self._speed.saw_next_tokens([self._clock() - start_s])
             if request.finish_reason is not FinishReason.LENGTH:
                 raise EngineError(f"the warm-up request ended with {request.finish_reason}: {request.error}")
 
@@ -357,18 +357,20 @@ class Engine:
                 self._observer.admitted(piece.request)
 
     def _note_tokens(self, step: Step, before: Sequence[int], now_s: float) -> None:
-        for piece, num_before in zip(step.pieces, before, strict=True):
-            request, timing = piece.request, piece.request.timing
+        gaps: list[tuple[Request, float]] = []
+        for (request, _, _), num_before in zip(step.pieces, before, strict=True):
             if len(request.output) == num_before:
                 continue
+            timing = request.timing
             if timing.first_token_s == 0.0:
                 timing.first_token_s = now_s
                 self._speed.saw_first_token(request)
                 self._observer.first_token(request)
             else:
-                self._speed.saw_next_token(now_s - timing.last_token_s)
-                self._observer.next_token(request, now_s - timing.last_token_s)
+                gaps.append((request, now_s - timing.last_token_s))
             timing.last_token_s = now_s
+        self._speed.saw_next_tokens([gap_s for _, gap_s in gaps])
+        self._observer.next_tokens(gaps)
 
     def _stats(self, step: Step, seconds: float, overhead_s: float) -> StepStats:
         return StepStats(

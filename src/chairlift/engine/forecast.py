@@ -71,9 +71,10 @@ class Speed:
         self._prompt_tokens.add(request.num_prompt)
         self._prefill_s.add(request.timing.first_token_s - request.timing.scheduled_s)
 
-    def saw_next_token(self, gap_s: float) -> None:
-        """A further token of some request came so long after the one before it."""
-        self._gap_s.add(gap_s)
+    def saw_next_tokens(self, gaps_s: Iterable[float]) -> None:
+        """Further tokens came, each so long after the one before it of its request."""
+        for gap_s in gaps_s:
+            self._gap_s.add(gap_s)
 
     def saw_end(self, request: Request) -> None:
         """It has ended, however it ended; one that was never started tells nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chairlift.engine.request import Request
@@ -35,8 +35,8 @@ class Observer:
     def first_token(self, request: Request) -> None:
         """Its first token was sampled, and `num_cached` will not change; not again after a preemption."""
 
-    def next_token(self, request: Request, gap_s: float) -> None:
-        """A further token was sampled, `gap_s` after the one before it (preempted time included)."""
+    def next_tokens(self, gaps: Sequence[tuple[Request, float]]) -> None:
+        """A step sampled a further token of each of these, so many seconds after its last (preempted time included)."""
 
     def preempted(self, request: Request) -> None:
         """It lost its blocks and will be recomputed."""
@@ -74,13 +74,9 @@ class Observers(Observer):
         """Its first token was sampled."""
         self._tell(lambda observer: observer.first_token(request))
 
-    def next_token(self, request: Request, gap_s: float) -> None:
-        """A further token was sampled. Written out, since it happens once a token."""
-        for observer in self._observers:
-            try:
-                observer.next_token(request, gap_s)
-            except Exception as error:
-                self._note(observer, error)
+    def next_tokens(self, gaps: Sequence[tuple[Request, float]]) -> None:
+        """Further tokens were sampled."""
+        self._tell(lambda observer: observer.next_tokens(gaps))
 
     def preempted(self, request: Request) -> None:
         """It lost its blocks."""

@@ -8,6 +8,7 @@ import logging.handlers
 import queue
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from chairlift.engine.engine import EngineSnapshot
@@ -124,9 +125,9 @@ class Summary(Observer):
         self._total[3] += request.num_prompt
         self._total[4] += request.num_cached or 0
 
-    def next_token(self, request: Request, gap_s: float) -> None:
-        """A further token was sampled."""
-        self._total[2] += 1
+    def next_tokens(self, gaps: Sequence[tuple[Request, float]]) -> None:
+        """Further tokens were sampled."""
+        self._total[2] += len(gaps)
 
     def write(self, snapshot: EngineSnapshot, seconds: float) -> None:
         """The line for the last `seconds`; none when no step was done in them."""

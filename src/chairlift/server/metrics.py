@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import resource
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
@@ -58,8 +58,7 @@ class Metrics(Observer):
 
     def _add_latencies(self) -> None:
         self._ttft = self._by_stream("time_to_first_token_seconds", "Arrival to first sampled token.", TTFT_S)
-        self._gap = _Gaps("inter_token_latency_seconds", "Between two tokens of one request.", self._model)
-        self._registry.register(self._gap)
+        self._gap = self._by_stream("inter_token_latency_seconds", "Between two tokens of one request.", GAP_S)
         self._e2e = self._by_stream("e2e_request_latency_seconds", "Arrival to end, of answered requests.", E2E_S)
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to the first step.", TTFT_S)
         self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token.", TTFT_S)
@@ -98,20 +97,21 @@ class Metrics(Observer):
 
     # -- making them: every child exists before the first request -----------------------------------------------------
 
-    def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
-        made = Histogram(PREFIX + name, help, ["model_name"], buckets=tuple(buckets), registry=self._registry)
-        return made.labels(self._model)
+    def _histogram(self, name: str, help: str, bounds: Sequence[float]) -> _Histogram:
+        made = _Histogram([self._model], bounds)
+        self._registry.register(_Histograms(name, help, ["model_name"], [made]))
+        return made
 
-    def _by_stream(self, name: str, help: str, buckets: Iterable[float]) -> tuple[Histogram, Histogram]:
-        """Children for unstreamed and streamed requests, to be indexed by `request.stream`."""
-        labels = ["model_name", "stream"]
-        made = Histogram(PREFIX + name, help, labels, buckets=tuple(buckets), registry=self._registry)
-        return made.labels(self._model, STREAM[0]), made.labels(self._model, STREAM[1])
+    def _by_stream(self, name: str, help: str, bounds: Sequence[float]) -> list[_Histogram]:
+        """One for unstreamed and one for streamed requests, to be indexed by `request.stream`."""
+        made = [_Histogram([self._model, stream], bounds) for stream in STREAM]
+        self._registry.register(_Histograms(name, help, ["model_name", "stream"], made))
+        return made
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(PREFIX + name, help, ["model_name"], registry=self._registry).labels(self._model)
 
-    def _counters(self, name: str, help: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
+    def _counters(self, name: str, help: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
         made = Counter(PREFIX + name, help, ["model_name", label], registry=self._registry)
         return {value: made.labels(self._model, value) for value in values}
 
@@ -161,10 +161,11 @@ class Metrics(Observer):
         self._generated.inc()
         self._count_hits(request)
 
-    def next_token(self, request: Request, gap_s: float) -> None:
-        """A further token was sampled."""
-        self._generated.inc()
-        self._gap.observe(gap_s, stream=request.stream)
+    def next_tokens(self, gaps: Sequence[tuple[Request, float]]) -> None:
+        """Further tokens were sampled."""
+        self._generated.inc(len(gaps))
+        for request, gap_s in gaps:
+            self._gap[request.stream].observe(gap_s)
 
     def preempted(self, request: Request) -> None:
         """It lost its blocks."""
@@ -234,25 +235,33 @@ class _WithoutCreated(Collector):
             yield metric
 
 
-class _Gaps(Collector):
-    """A histogram that is fed once a token: the library's own takes three times as long."""
+class _Histogram:
+    """Counts how many values lie between its bounds; for one thread. The library's own takes three times as long."""
 
-    def __init__(self, name: str, help: str, model: str) -> None:
-        self._name, self._help, self._model = name, help, model
-        self._counts = [[0] * (len(GAP_S) + 1) for _ in STREAM]  # one more for what lies beyond the last bound
-        self._sums = [0.0 for _ in STREAM]
+    def __init__(self, labels: Sequence[str], bounds: Sequence[float]) -> None:
+        self.labels = labels
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # one more for what lies beyond the last bound
+        self.sum = 0.0
 
-    def observe(self, seconds: float, *, stream: bool) -> None:
-        """One gap of a request that is streamed or not."""
-        self._counts[stream][bisect_left(GAP_S, seconds)] += 1
-        self._sums[stream] += seconds
+    def observe(self, value: float) -> None:
+        """Takes in one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class _Histograms(Collector):
+    """The histograms of one name, which differ in their labels' values."""
+
+    def __init__(self, name: str, help: str, labels: Sequence[str], members: Sequence[_Histogram]) -> None:
+        self._name, self._help, self._labels, self._members = PREFIX + name, help, labels, members
 
     def collect(self) -> Iterator[Metric]:
-        """The histogram."""
-        made = HistogramMetricFamily(PREFIX + self._name, self._help, labels=["model_name", "stream"])
-        bounds = [*map(floatToGoString, GAP_S), "+Inf"]
-        for label, counts, total in zip(STREAM, self._counts, self._sums, strict=True):
-            made.add_metric([self._model, label], list(zip(bounds, accumulate(counts), strict=True)), total)
+        """All of them."""
+        made = HistogramMetricFamily(self._name, self._help, labels=self._labels)
+        for member in self._members:
+            bounds = [*map(floatToGoString, member.bounds), "+Inf"]
+            made.add_metric(member.labels, list(zip(bounds, accumulate(member.counts), strict=True)), member.sum)
         yield made
 
 
