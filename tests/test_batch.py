@@ -13,7 +13,7 @@ from fake_model import fake_request
 def test_slots_follow_the_block_table_from_any_start() -> None:
     """Fault: slots counted from the chunk's start, not from position 0, so that a chunk overwrites block 0."""
     request = fake_request("a", range(40))
-    request.block_table[:] = [7, 2, 5]
+    request.block_table.extend([7, 2, 5])
     arrays = build(Step((Piece(request, 14, 20),), 0.0), 16).arrays
     expected = [7 * 16 + 14, 7 * 16 + 15, *range(2 * 16, 3 * 16), 5 * 16, 5 * 16 + 1]
     assert arrays.slots.tolist() == expected
@@ -25,7 +25,8 @@ def test_slots_follow_the_block_table_from_any_start() -> None:
 def test_two_requests_lie_side_by_side() -> None:
     """Fault: logit rows counted within the request instead of within the step."""
     first, second = fake_request("a", range(5)), fake_request("b", range(100, 103))
-    first.block_table[:], second.block_table[:] = [1], [0]
+    first.block_table.append(1)
+    second.block_table.append(0)
     second.output.append(9)
     second.num_computed = 3
     batch = build(Step((Piece(first, 0, 5), Piece(second, 3, 1)), 0.0), 16)
@@ -40,7 +41,7 @@ def test_two_requests_lie_side_by_side() -> None:
 def test_prompt_logprobs_ask_for_each_next_prompt_token_once() -> None:
     """Fault: a chunk border loses a position, or a replay after preemption reports positions twice."""
     request = fake_request("a", range(10, 20), prompt_logprobs=2)
-    request.block_table[:] = [0]
+    request.block_table.append(0)
     first = build(Step((Piece(request, 0, 6),), 0.0), 16).arrays
     assert first.sample["target"].tolist() == [11, 12, 13, 14, 15, 16]
     request.prompt_logprobs[:] = [None] + [TokenLogprob(t, -1.0) for t in range(11, 17)]
@@ -55,7 +56,7 @@ def test_min_tokens_bans_every_end_until_reached() -> None:
     """Fault: min_tokens bans only the EOS token and the answer ends early by a stop token."""
     params = {"min_tokens": 1, "ignore_eos": False, "stop_token_ids": frozenset({65}), "logit_bias": {3: 1.5}}
     request = fake_request("a", [1], **params)
-    request.block_table[:] = [0]
+    request.block_table.append(0)
     step = Step((Piece(request, 0, 1),), 0.0)
     arrays = build(step, 16).arrays
     bans = dict(zip(arrays.bias_ids.tolist(), arrays.bias_values.tolist(), strict=True))
@@ -80,7 +81,7 @@ def test_every_knob_arrives_in_its_field_of_the_record() -> None:
     knobs: dict[str, float] = {"temperature": 0.5, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.5}
     knobs |= {"presence_penalty": -0.25, "frequency_penalty": 2.0, "top_k": 7, "choice": 3, "seed": 2**64 - 2}
     request = fake_request("a", [1, 2], **knobs, logprobs=4)
-    request.block_table[:] = [0]
+    request.block_table.append(0)
     request.output.append(9)
     record = build(Step((Piece(request, 2, 1),), 0.0), 16).arrays.sample[0]
     expected = {**knobs, "num_top": 4, "target": -1, "index": 1, "reserved": 0}

@@ -237,7 +237,7 @@ def test_a_commit_that_fails_ends_its_step_and_the_engine_goes_on(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault: a bug between two requests of a commit kills the server, or leaves one of them without an end."""
-    monkeypatch.setattr(scheduling, "accept_prompt_logprobs", fails(1, ending.accept_prompt_logprobs))
+    monkeypatch.setattr(scheduling, "accept", fails(1, ending.accept))
     requests = neighbours()
     bench.run(*requests)
     for request in requests:

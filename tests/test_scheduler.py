@@ -152,7 +152,7 @@ def test_cancelled_in_any_phase_everything_comes_back(phase: Callable[[Sim, Requ
     phase(sim, victim)
     sim.cancel(victim)
     assert victim.finish_reason is FinishReason.CANCELLED
-    assert victim.block_table == []
+    assert not victim.block_table
     assert sim.scheduler.cancel(victim) == []
     sim.run()
     assert tuple(neighbour.output) == alone(neighbour, 80)

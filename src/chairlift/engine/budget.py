@@ -9,7 +9,7 @@ from bisect import bisect_right
 from typing import Protocol
 
 from chairlift.engine.request import Request
-from chairlift.engine.step import NO_WORK, Piece, Work
+from chairlift.engine.step import Piece, Work
 
 
 class Predictor(Protocol):
@@ -27,7 +27,7 @@ class Budget:
 
     def __init__(self, predictor: Predictor, max_rows: int) -> None:
         self.rows_left = max_rows
-        self.work = NO_WORK
+        self.work = Work(0, 0, 0, 0)
         self._predictor = predictor
 
     @property
@@ -42,7 +42,7 @@ class Budget:
     def spend(self, piece: Piece) -> None:
         """Adds a piece to the step."""
         self.rows_left -= piece.num_tokens
-        self.work += piece.work
+        self.work.add(piece.work)
 
     def most(self, request: Request, target_s: float, max_tokens: int) -> int:
         """Most tokens of `request`, at most `max_tokens`, with which the step keeps to `target_s`; may be 0."""

@@ -45,12 +45,10 @@ def finish(request: Request, reason: FinishReason, error: ChairliftError | None 
 
 
 def accept_prompt_logprobs(request: Request, stop: int, entries: Sequence[TokenLogprob]) -> None:
-    """Adds the newest entries of a prompt that was computed up to position `stop`: up to the one of token `stop`.
+    """Adds the newest entries of a scored prompt, computed up to position `stop`: up to the one of token `stop`.
 
     The first prompt token has none, since nothing comes before it. Those known from before a preemption are kept.
     """
-    if request.params.prompt_logprobs is None:
-        return
     if not request.prompt_logprobs:
         request.prompt_logprobs.append(None)
     num_new = min(stop + 1, request.num_prompt) - len(request.prompt_logprobs)

@@ -7,7 +7,7 @@
 A chunk of a prompt, the end of one, a decode, a prefix hit and the replay after a preemption are all the same.
 `running` is in order of age: when blocks run out the last one loses its own, so the first one always gets on.
 
-Owns queues, block tables and the sharing of prefixes. Pure: no clock, no arrays; one thread.
+Owns queues and block tables; who shares which block is sharing.py's. Pure: no clock, no arrays; one thread.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from chairlift.engine.budget import Budget, Predictor
 from chairlift.engine.ending import accept, accept_prompt_logprobs, finish
 from chairlift.engine.line import Line
 from chairlift.engine.policies import policy_for
-from chairlift.engine.prefix import Parent, Root
 from chairlift.engine.request import FinishReason, Output, Request
+from chairlift.engine.sharing import Sharing
 from chairlift.engine.step import Piece, Step, StepResult
 from chairlift.errors import ContextLengthExceeded, EngineError, RequestError
 from chairlift.plan import Batching
@@ -71,13 +71,12 @@ class Scheduler:
         self._guard = guard or nullcontext()
         self._limits = limits
         self._pool = pool
+        self._sharing = Sharing(pool, prefix_caching=limits.prefix_caching)
         self._predictor = predictor
         self._policy = policy_for(limits.batching)
         self._resuming: deque[Request] = deque()  # have run and lost their blocks; come before those that wait
         self._running: list[Request] = []
         self._in_flight: Step | None = None
-        self._registered: dict[int, None] = {}  # blocks that the step in flight fills, in order
-        self._early_hits: list[Request] = []  # one entry per counted hit on one of those
         self._displaced: set[Request] = set()  # lost their blocks once: hits are no longer a saving to report
         self._is_turn_of_oldest = False
         self._held_finals: list[Output] = []
@@ -176,8 +175,6 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise RuntimeError("the last step was neither committed nor aborted")
-        self._registered.clear()
-        self._early_hits.clear()
         preempted: list[Request] = []
         if only is None:
             with self._guard:
@@ -199,20 +196,23 @@ class Scheduler:
         """Takes in what the step computed and sampled; ends what is at its end and frees its blocks and slot."""
         assert step is self._in_flight, "not the step in flight"
         outputs: list[Output] = []
-        for i, piece in enumerate(step.pieces):
-            request, sampled = piece.request, result.sampled.get(i)
-            if not request.is_finished:
-                request.num_computed = piece.stop
-                accept_prompt_logprobs(request, piece.stop, result.prompt_logprobs.get(i, ()))
-                if piece.samples or (sampled and not sampled.ok):
-                    output = accept(request, sampled, self.max_tokens_per_request)
-                    outputs += [output] if output else []
+        max_tokens = self.max_tokens_per_request
+        for i, (request, start, num_tokens) in enumerate(step.pieces):
+            if request.finish_reason is None:
+                stop = request.num_computed = start + num_tokens
+                if request.params.prompt_logprobs is not None:
+                    accept_prompt_logprobs(request, stop, result.prompt_logprobs.get(i, ()))
+                sampled = result.sampled.get(i)
+                if stop == request.num_tokens or (sampled and not sampled.ok):
+                    output = accept(request, sampled, max_tokens)
+                    if output is not None:
+                        outputs.append(output)
             if request.finish_reason is FinishReason.ERROR:
-                self._withdraw(request)
-            if request.is_finished:
+                self._sharing.withdraw(request)
+            if request.finish_reason is not None:
                 self._leave(request)
         self._in_flight = None  # not before: a commit that fails leaves its step to abort
-        self._early_hits.clear()
+        self._sharing.settle()
         return self._hold_back(outputs)
 
     def abort(self, step: Step, *, end: Collection[Request] = (), error: EngineError | None = None) -> list[Output]:
@@ -231,16 +231,12 @@ class Scheduler:
         return self._undo(set(running), running, error)
 
     def _undo(self, members: Collection[Request], end: Collection[Request], error: EngineError | None) -> list[Output]:
-        for request in self._early_hits:
-            request.num_cached = (request.num_cached or 0) - self._pool.block_size
         for request in self._running.copy():
             if request in end or request.is_finished:
                 self._leave(request)
-            elif request in members or not self._registered.keys().isdisjoint(request.block_table):
+            elif request in members or self._sharing.has_promised(request):
                 self._start_over(request)
-        for block in self._registered:
-            self._pool.withdraw(block)
-        self._early_hits.clear()
+        self._sharing.undo()
         return self._hold_back([finish(request, FinishReason.ERROR, error) for request in end])
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -264,7 +260,9 @@ class Scheduler:
 
     def _has_slot(self, request: Request) -> bool:
         """Whether its next token has a place, once all hits are taken."""
-        self._take_hits(request)
+        if request.num_computed % self._pool.block_size:
+            return True  # in the block of the token before
+        self._sharing.take_hits(request, is_saving=request not in self._displaced)
         return request.num_computed < len(request.block_table) * self._pool.block_size
 
     def _make_room_for(self, only: Request) -> None:
@@ -289,13 +287,16 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._pool.release(request.block_table)
-        request.block_table.clear()
+        del request.block_table[:]
         request.num_computed = 0
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Lets in whose turn it is while there are seats and blocks; first those that resume, who have their seat."""
+        if not self._resuming and not self.line:
+            self.memory_blocked = False
+            return
         num_begun = Counter(request.key_name for request in self.members)
         seats = self._policy.seats(num_begun.total(), self._limits.num_slots)
         while self._resuming and self._fits(self._resuming[0]):
@@ -321,72 +322,10 @@ class Scheduler:
 
         What running requests still need for the tokens they have is taken already.
         """
-        hits = self._hits(request)
+        hits = self._sharing.hits(request)
         num_new = self._pool.blocks_for(request.num_tokens) - sum(map(self._pool.is_held, hits))
         num_promised = sum(self._pool.blocks_for(r.num_tokens) - len(r.block_table) for r in self._running)
         return num_new + num_promised + len(self._running) <= self._pool.num_available
-
-    # -- prefix sharing -----------------------------------------------------------------------------------------------
-
-    def _hits(self, request: Request) -> list[int]:
-        """The blocks that a request can share from where it stands; at least one token is left to compute."""
-        size = self._pool.block_size
-        start = request.num_computed
-        if start % size or not _takes_hits(request):
-            return []
-        parent = self._parent(request, start // size)
-        hits: list[int] = []
-        while parent is not None and start + size < request.num_tokens:
-            block = self._pool.prefix.find(parent, request.tokens_between(start, start + size))
-            if block is None:
-                break
-            hits.append(block)
-            parent = self._pool.prefix.node(block)
-            start += size
-        return hits
-
-    def _take_hits(self, request: Request) -> None:
-        """Shares what can be shared instead of computing it; a block taken for the same place goes back."""
-        hits = self._hits(request)
-        if not hits:
-            return
-        size = self._pool.block_size
-        index = request.num_computed // size
-        self._pool.release(request.block_table[index:])
-        request.block_table[index:] = hits
-        for block in hits:
-            self._pool.share(block)
-        request.num_computed += len(hits) * size
-        if request not in self._displaced:
-            request.num_cached = (request.num_cached or 0) + len(hits) * size
-            self._early_hits += [request] * sum(block in self._registered for block in hits)
-
-    def _parent(self, request: Request, index: int) -> Parent | None:
-        """What the block at `index` of its table follows; None when that cannot be found by others either."""
-        if index > 0:
-            return self._pool.prefix.node(request.block_table[index - 1])
-        return self._root(request)
-
-    def _root(self, request: Request) -> Root:
-        """Where its prefixes start; without prefix caching only the choices of one request ("X#0", "X#1") share."""
-        group = "" if self._limits.prefix_caching else request.id.rpartition("#")[0] or request.id
-        return (request.salt, group)
-
-    def _register(self, request: Request, index: int) -> None:
-        """Lets others find the block at `index`, whose tokens are all known, before it is computed."""
-        size = self._pool.block_size
-        parent = self._parent(request, index)
-        if parent is None:
-            return
-        tokens = request.tokens_between(index * size, (index + 1) * size)
-        block = request.block_table[index]
-        if self._pool.prefix.register(parent, tokens, block):
-            self._registered[block] = None
-
-    def _withdraw(self, request: Request) -> None:
-        """Lets nobody find the blocks of a request that went wrong: whatever made its logits NaN may lie in them."""
-        for block in request.block_table:
-            self._pool.withdraw(block)
 
     # -- sharing a step -----------------------------------------------------------------------------------------------
 
@@ -435,7 +374,7 @@ class Scheduler:
         Only the first may stop within a block, when no edge is in reach. The others wait at an edge, where they may
         come to share the block that the first computes.
         """
-        self._take_hits(request)
+        self._sharing.take_hits(request, is_saving=request not in self._displaced)
         size = self._pool.block_size
         start = request.num_computed
         room = (len(request.block_table) + self._pool.num_available) * size - start
@@ -453,7 +392,7 @@ class Scheduler:
         while len(request.block_table) * size < stop:
             request.block_table.append(self._pool.take())
         for index in range(start // size, stop // size):
-            self._register(request, index)
+            self._sharing.register(request, index)
         piece = Piece(request, start, num_tokens)
         budget.spend(piece)
         return piece
@@ -489,8 +428,3 @@ class Scheduler:
             outputs += self._held_finals
             self._held_finals = []
         return outputs
-
-
-def _takes_hits(request: Request) -> bool:
-    """Whether cached blocks are of use: a prompt that is still being scored needs every row computed."""
-    return request.params.prompt_logprobs is None or len(request.prompt_logprobs) == request.num_prompt

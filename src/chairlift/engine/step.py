@@ -15,9 +15,9 @@ from chairlift.engine.request import Request, TokenLogprob
 
 @dataclass(slots=True)
 class Work:
-    """What the time of a step depends on: counts that add up over its pieces. Nobody changes one.
+    """What the time of a step depends on: counts that add up over its pieces. Only who makes a sum changes it.
 
-    It is not frozen because two are made per token, and a frozen one takes three times as long.
+    It is not frozen because one is made per token, and a frozen one takes three times as long.
     """
 
     rows: int  # tokens computed
@@ -32,6 +32,13 @@ class Work:
             self.context_tokens + other.context_tokens,
             self.logit_rows + other.logit_rows,
         )
+
+    def add(self, other: Work) -> None:
+        """The same in place."""
+        self.rows += other.rows
+        self.kv_tokens += other.kv_tokens
+        self.context_tokens += other.context_tokens
+        self.logit_rows += other.logit_rows
 
 
 NO_WORK = Work(0, 0, 0, 0)
@@ -57,13 +64,11 @@ class Piece(NamedTuple):
     @property
     def work(self) -> Work:
         """Its part of the step's work. The output head serves its last row, or each of a prompt that is scored."""
-        is_scored = self.request.params.prompt_logprobs is not None and self.start < self.request.num_prompt
-        return Work(
-            rows=self.num_tokens,
-            kv_tokens=(self.start + 1 + self.stop) * self.num_tokens // 2,
-            context_tokens=self.stop,
-            logit_rows=self.num_tokens if is_scored else int(self.samples),
-        )
+        request, start, num_tokens = self
+        stop = start + num_tokens
+        is_scored = request.params.prompt_logprobs is not None and start < request.num_prompt
+        logit_rows = num_tokens if is_scored else int(stop == request.num_tokens)
+        return Work(num_tokens, (start + 1 + stop) * num_tokens // 2, stop, logit_rows)
 
 
 @dataclass(frozen=True, slots=True)
