@@ -13,17 +13,19 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from chairlift.engine.request import Request
+from chairlift.engine.request import Request, SamplingParams
 from chairlift.engine.step import Piece, Step
-from chairlift.kernels.ops import SAMPLE_DTYPE, StepArrays
+from chairlift.kernels.ops import I32, SAMPLE_DTYPE, StepArrays
 
 SAMPLES = -1
 """`Row.target` of a row that chooses the next token; otherwise the prompt token whose log-probability is wanted."""
 
+_NOTHING: Mapping[int, int] = {}
 _RECORD = struct.Struct("@6f3i3IQ")  # SAMPLE_DTYPE
 
 
@@ -47,25 +49,29 @@ def build(step: Step, block_size: int, *, want_logits: bool = False) -> Batch:
     """Flattens a step. Rows of one request are consecutive; requests keep the step's order."""
     tokens, positions, slots, tables = _ints(), _ints(), _ints(), _ints()
     seq_starts, table_starts = _ints([0]), _ints([0])
-    rows: list[LogitRow] = []
+    wanted = _Wanted()
     for index, piece in enumerate(step.pieces):
-        table = piece.request.block_table[: -(-piece.stop // block_size)]
-        rows.extend(_logit_rows(index, piece, len(tokens)))
-        if piece.num_tokens == 1:  # the common case, and several times as fast
-            tokens.append(piece.request.token_at(piece.start))
-            positions.append(piece.start)
-            slots.append(table[-1] * block_size + piece.start % block_size)
+        request, start, num_tokens = piece
+        stop = start + num_tokens
+        table = request.block_table[: -(-stop // block_size)]
+        if request.params.prompt_logprobs is not None:
+            wanted.score(index, piece, len(tokens))
+        if num_tokens == 1:  # the common case, and several times as fast
+            tokens.append(request.token_at(start))
+            positions.append(start)
+            slots.append(table[-1] * block_size + start % block_size)
         else:
-            tokens.extend(piece.request.tokens_between(piece.start, piece.stop))
-            positions.extend(range(piece.start, piece.stop))
+            tokens.extend(request.tokens_between(start, stop))
+            positions.extend(range(start, stop))
             for run in _slots(table, piece, block_size):
                 slots.extend(run)
+        if stop == request.num_tokens:
+            wanted.sample(index, request, len(tokens) - 1)
         tables.extend(table)
         seq_starts.append(len(tokens))
         table_starts.append(len(tables))
-    owners = [step.pieces[row.piece].request for row in rows]
-    bias = [_bias(request) if row.target == SAMPLES else {} for row, request in zip(rows, owners, strict=True)]
-    seen = [_seen(request) if row.target == SAMPLES else {} for row, request in zip(rows, owners, strict=True)]
+    bias_starts, bias_ids, bias_values = _ragged(wanted.bias, "f")
+    seen_starts, seen_ids, seen_counts = _ragged(wanted.seen, "i")
     arrays = StepArrays(
         tokens=np.asarray(tokens),
         positions=np.asarray(positions),
@@ -73,28 +79,59 @@ def build(step: Step, block_size: int, *, want_logits: bool = False) -> Batch:
         seq_starts=np.asarray(seq_starts),
         table_starts=np.asarray(table_starts),
         block_tables=np.asarray(tables),
-        logit_rows=np.asarray(_ints([row.row for row in rows])),
-        sample=np.frombuffer(_records(rows, owners), SAMPLE_DTYPE),
-        bias_starts=np.asarray(_starts(bias)),
-        bias_ids=np.asarray(_ints(token for entry in bias for token in entry)),
-        bias_values=np.asarray(array("f", (value for entry in bias for value in entry.values()))),
-        seen_starts=np.asarray(_starts(seen)),
-        seen_ids=np.asarray(_joined(entry.keys() for entry in seen)),
-        seen_counts=np.asarray(_joined(entry.values() for entry in seen)),
+        logit_rows=np.asarray(wanted.at),
+        sample=wanted.records(),
+        bias_starts=bias_starts,
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        seen_starts=seen_starts,
+        seen_ids=seen_ids,
+        seen_counts=seen_counts,
         want_logits=want_logits,
     )
-    return Batch(arrays, tuple(rows))
+    return Batch(arrays, tuple(wanted.rows))
 
 
-def _logit_rows(index: int, piece: Piece, first_row: int) -> Iterable[LogitRow]:
-    request = piece.request
-    if request.params.prompt_logprobs is not None:
-        # The row at position p tells the log-probability of token p + 1; after a preemption only what is missing.
+class _Wanted:
+    """The rows that need logits, and what for; one entry of each list a row."""
+
+    def __init__(self) -> None:
+        self.rows: list[LogitRow] = []
+        self.at = _ints()  # the rows alone
+        self.bias: list[Mapping[int, float]] = []
+        self.seen: list[Mapping[int, int]] = []
+        self._records = bytearray()
+        self._indices = array("I")
+
+    def sample(self, index: int, request: Request, row: int) -> None:
+        """The row chooses the next token."""
+        self.rows.append(LogitRow(index, row, SAMPLES))
+        self.at.append(row)
+        self.bias.append(_bias(request))
+        self.seen.append(request.seen() if request.params.has_penalties else _NOTHING)
+        if not request.record:
+            request.record = _sampling_record(request.params)
+        self._records += request.record
+        self._indices.append(len(request.output))
+
+    def score(self, index: int, piece: Piece, first_row: int) -> None:
+        """The row at position p tells the log-probability of token p + 1; after a preemption only what is missing."""
+        request = piece.request
         known = max(1, len(request.prompt_logprobs))
-        for target in range(max(piece.start + 1, known), min(piece.stop + 1, request.num_prompt)):
-            yield LogitRow(index, first_row + target - 1 - piece.start, request.prompt[target])
-    if piece.samples:
-        yield LogitRow(index, first_row + piece.num_tokens - 1, SAMPLES)
+        for position in range(max(piece.start, known - 1), min(piece.stop, request.num_prompt - 1)):
+            row, target = first_row + position - piece.start, request.prompt[position + 1]
+            self.rows.append(LogitRow(index, row, target))
+            self.at.append(row)
+            self.bias.append(_NOTHING)
+            self.seen.append(_NOTHING)
+            self._records += _target_record(request.params, target)
+            self._indices.append(0)
+
+    def records(self) -> npt.NDArray[Any]:
+        """SAMPLE_DTYPE of all rows."""
+        records = np.frombuffer(self._records, SAMPLE_DTYPE)
+        records["index"] = np.asarray(self._indices)
+        return records
 
 
 def _slots(table: Sequence[int], piece: Piece, block_size: int) -> Iterator[range]:
@@ -116,21 +153,9 @@ def _bias(request: Request) -> Mapping[int, float]:
     return {**params.logit_bias, **dict.fromkeys(ends, -np.inf)}
 
 
-def _seen(request: Request) -> Mapping[int, int]:
-    return request.seen() if request.params.has_penalties else {}
-
-
-def _records(rows: Sequence[LogitRow], owners: Sequence[Request]) -> bytearray:
-    records = bytearray(_RECORD.size * len(rows))
-    for i, (row, request) in enumerate(zip(rows, owners, strict=True)):
-        values = _sampling_record(request) if row.target == SAMPLES else _target_record(row, request)
-        _RECORD.pack_into(records, i * _RECORD.size, *values)
-    return records
-
-
-def _sampling_record(request: Request) -> tuple[float, ...]:
-    params = request.params
-    return (
+def _sampling_record(params: SamplingParams) -> bytes:
+    """All that a request asks of its tokens but the index, which each has of its own."""
+    return _RECORD.pack(
         params.temperature,
         params.top_p,
         params.min_p,
@@ -141,27 +166,26 @@ def _sampling_record(request: Request) -> tuple[float, ...]:
         -1 if params.logprobs is None else params.logprobs,
         SAMPLES,
         params.choice,
-        len(request.output),
+        0,
         0,
         params.seed,
     )
 
 
-def _target_record(row: LogitRow, request: Request) -> tuple[float, ...]:
-    num_top = request.params.prompt_logprobs or 0
-    return (0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, num_top, row.target, 0, 0, 0, 0)
+def _target_record(params: SamplingParams, target: int) -> bytes:
+    return _RECORD.pack(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, params.prompt_logprobs or 0, target, 0, 0, 0, 0)
+
+
+def _ragged(entries: Sequence[Mapping[int, Any]], typecode: Literal["i", "f"]) -> tuple[I32, I32, npt.NDArray[Any]]:
+    """Starts, keys and values, the last as that type."""
+    starts = _ints(accumulate(map(len, entries), initial=0))
+    keys = _ints()
+    values: array[Any] = array(typecode)
+    for entry in filter(None, entries):
+        keys.extend(entry.keys())
+        values.extend(entry.values())
+    return np.asarray(starts), np.asarray(keys), np.asarray(values)
 
 
 def _ints(values: Iterable[int] = ()) -> array[int]:
     return array("i", values)
-
-
-def _joined(parts: Iterable[Iterable[int]]) -> array[int]:
-    joined = _ints()
-    for part in parts:
-        joined.extend(part)
-    return joined
-
-
-def _starts(entries: Sequence[Mapping[int, float]]) -> array[int]:
-    return _ints(accumulate(map(len, entries), initial=0))

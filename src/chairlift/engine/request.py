@@ -114,6 +114,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: ChairliftError | None = None
     timing: Timing = field(default_factory=Timing)
+    record: bytes = b""  # `params` as the kernels are told, which batch.py makes once
     _seen: dict[int, int] = field(default_factory=dict)
     _num_seen: int = 0
 
