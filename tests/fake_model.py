@@ -42,7 +42,7 @@ def fake_plan(**changes: object) -> Plan:
         "max_queue": 16,
         "block_size": 16,
         "num_blocks": 64,
-        "kv_dtype": "f16",
+        "kv_dtype": "bf16",
         "kv_bytes_per_token": 1,
         "prefix_caching": True,
         "batching": "continuous",

@@ -19,7 +19,7 @@ MAX_ROWS = 64
 def load(
     backend: Backend,
     path: Path,
-    kv: KVDtype = "f16",
+    kv: KVDtype = "bf16",
     *,
     threads: int = 2,
     num_blocks: int = NUM_BLOCKS,

@@ -106,6 +106,13 @@ def test_values_outside_the_limits_are_refused(name: str, value: str) -> None:
     assert SETTINGS[name].kind.limits in message
 
 
+def test_a_choice_that_is_gone_leads_to_its_successor() -> None:
+    """A server of last month's settings that does not start, and says only that a word is wrong."""
+    with pytest.raises(ConfigError) as caught:
+        load({}, {"CHAIRLIFT_KV_CACHE_DTYPE": "f16"})
+    assert "bf16" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     "line",
     ["port = true", "port = 8000.0", 'max-num-seqs = "many"', "strict = 1", "memory-utilization = nan", "host = 1",

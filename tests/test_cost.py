@@ -31,7 +31,7 @@ def spec(layers: int, kv_heads: int, head_dim: int, **more: int) -> ModelSpec:
 )
 def test_kv_bytes_of_known_models(layers: int, heads: int, dim: int, want: int) -> None:
     """Grouped heads ignored, hidden size taken for heads x head_dim, or the value half forgotten."""
-    assert cost.kv_bytes_per_token(spec(layers, heads, dim), "f16") == want
+    assert cost.kv_bytes_per_token(spec(layers, heads, dim), "bf16") == want
 
 
 def test_int8_kv_counts_its_scales() -> None:
@@ -41,7 +41,7 @@ def test_int8_kv_counts_its_scales() -> None:
 
 def test_keys_and_values_of_different_width() -> None:
     """value_dim taken for head_dim."""
-    assert cost.kv_bytes_per_token(spec(2, 4, 192, value_dim=128), "f16") == 2 * 4 * (192 + 128) * 2
+    assert cost.kv_bytes_per_token(spec(2, 4, 192, value_dim=128), "bf16") == 2 * 4 * (192 + 128) * 2
 
 
 def test_littles_law() -> None:

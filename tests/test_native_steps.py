@@ -129,7 +129,7 @@ def test_a_pool_has_a_thread() -> None:
 
 def new_program() -> _native.Program:
     pool = _native.Pool(1)
-    return _native.Program("portable", pool, _native.make_cache("f16", (1, 2, 2, 16), pool), 4, 10)
+    return _native.Program("portable", pool, _native.make_cache("bf16", (1, 2, 2, 16), pool), 4, 10)
 
 
 def test_a_program_is_checked_as_it_is_recorded() -> None:

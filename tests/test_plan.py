@@ -43,7 +43,7 @@ def test_defaults_on_a_roomy_machine() -> None:
     """Defaults that drift from what the documentation says."""
     made = plan()
     assert (made.max_num_seqs, made.max_model_len, made.max_queue) == (20, 8192, 40)
-    assert (made.max_num_batched_tokens, made.block_size, made.kv_dtype) == (512, 16, "f16")
+    assert (made.max_num_batched_tokens, made.block_size, made.kv_dtype) == (512, 16, "bf16")
     assert made.pool_tokens == 20 * 1024
     assert made.full_conversations == 2.5
     assert made.threads == 2

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 import tiny
 from chairlift.errors import EngineError
 from chairlift.kernels.ops import F32, KVDtype, KVLayout, StepArrays
-from chairlift.kernels.reference import Cache, ReferenceBackend, ReferenceModel, ReferenceOps, load_weight
+from chairlift.kernels.reference import (
+    Cache,
+    ReferenceBackend,
+    ReferenceModel,
+    ReferenceOps,
+    attention,
+    load_weight,
+    to_bf16,
+)
 from chairlift.kernels.sampling import log_softmax
 from chairlift.models import quant, registry
 from chairlift.models.gguf import GGUFFile
@@ -26,12 +35,12 @@ from step_arrays import BLOCK_SIZE, Part, make_step
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
 WEIGHT_TYPES = ["F32", "BF16", "Q8_0", "Q4_1", "Q5_0", "Q5_K", "Q6_K"]
-KV_DTYPES: list[KVDtype] = ["f16", "int8"]
+KV_DTYPES: list[KVDtype] = ["bf16", "int8"]
 NUM_BLOCKS = 12
 MAX_ROWS = 64
 
 
-def load(tiny_gguf: TinyGGUF, architecture: str = "llama", kv: KVDtype = "f16", **shape: Any) -> ReferenceModel:
+def load(tiny_gguf: TinyGGUF, architecture: str = "llama", kv: KVDtype = "bf16", **shape: Any) -> ReferenceModel:
     with GGUFFile.open(tiny_gguf(architecture, **shape)) as file:
         spec = registry.read_spec(file)
         tensors = registry.model_tensors(spec, file.tensors)
@@ -144,7 +153,7 @@ def test_tied_weights_are_loaded_once(tiny_gguf: TinyGGUF) -> None:
 def test_kv_bytes_are_the_pool(tiny_gguf: TinyGGUF) -> None:
     """A pool that differs from what cost.py says: slots x (K + V) x layers x kv heads x head size, int8 with scales."""
     values = NUM_BLOCKS * BLOCK_SIZE * 2 * 2 * 2 * 16
-    assert load(tiny_gguf, kv="f16").kv_bytes == 2 * values
+    assert load(tiny_gguf, kv="bf16").kv_bytes == 2 * values
     assert load(tiny_gguf, kv="int8").kv_bytes == values + values // 16 * 4
 
 
@@ -279,6 +288,23 @@ def test_swiglu(tiny_gguf: TinyGGUF) -> None:
     assert got[0] == pytest.approx([0, -3 / (1 + np.e), 0, 6 / (1 + np.exp(-2)), 600], rel=1e-6)
 
 
+def eight_bits(x: F32) -> npt.NDArray[np.float64]:
+    """The nearest values with eight significant bits, ties to even: bf16."""
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    rounded: npt.NDArray[np.float64] = np.ldexp(np.rint(mantissa * 256) / 256, exponent)
+    return rounded
+
+
+def test_bf16_is_eight_significant_bits() -> None:
+    """Bits cut off instead of rounded, ties that always go up, or a NaN whose last bits carry it into infinity."""
+    x = np.concatenate([random((4000,)), np.array([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0, 3e38], np.float32)])
+    assert (to_bf16(x) == eight_bits(x)).all()
+    special = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0xFF800000, 0x7F7FFFFF], np.uint32)
+    got = to_bf16(special.view(np.float32))
+    assert np.isnan(got[:3]).all()
+    assert got[3:].tolist() == [np.inf, -np.inf, np.inf]
+
+
 def test_attention_is_softmax_over_what_the_cache_holds(tiny_gguf: TinyGGUF) -> None:
     """A wrong scale, a query head on a wrong key head, or keys used before the cache rounded them."""
     spec = spec_of(tiny_gguf)
@@ -286,11 +312,29 @@ def test_attention_is_softmax_over_what_the_cache_holds(tiny_gguf: TinyGGUF) -> 
     layout = KVLayout(NUM_BLOCKS)
     pools = [[Cache(layout, 2, 16), Cache(layout, 2, 16)]]
     got = ReferenceOps(spec, layout, pools, make_step([Part([0] * 6, 0, [4])])).attend(q, k, v, 0)
-    rounded = [x.astype(np.float16).astype(np.float64).reshape(6, 2, 16) for x in (k, v)]
+    rounded = [eight_bits(x).reshape(6, 2, 16) for x in (k, v)]
     for row, head in itertools.product(range(6), range(4)):
         keys, values = (x[: row + 1, head // 2] for x in rounded)
-        scores = np.exp(keys @ q[row, head * 16 : head * 16 + 16].astype(np.float64) / 4)
-        assert got[row, head * 16 : head * 16 + 16] == pytest.approx(scores / scores.sum() @ values, abs=1e-6)
+        query = eight_bits(q[row, head * 16 : head * 16 + 16] * np.float32(0.25 / np.log(2)))
+        scores = keys @ query
+        weights = eight_bits(np.exp2(scores - scores.max()))
+        assert got[row, head * 16 : head * 16 + 16] == pytest.approx(weights / weights.sum() @ values, abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [64, 65, 512, 513, 1100])
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_tiles_and_splits_are_one_softmax(kv: KVDtype, count: int) -> None:
+    """A tile or a split under the wrong maximum, counted twice or left out."""
+    slots, heads = np.arange(count), (1, 2, 16)
+    q, keys, values = random(heads), random((count, 1, 16), 1), random((count, 1, 16), 2)
+    keys *= np.linspace(1, 3, count, dtype=np.float32)[:, None, None]  # the maximum moves to the end
+    caches = [Cache(KVLayout(70, BLOCK_SIZE, kv), 1, 16) for _ in range(2)]
+    for cache, x in zip(caches, (keys, values), strict=True):
+        cache.write(slots.astype(np.int32), x)
+    got = attention(q, *(cache.read(slots) for cache in caches))
+    scores = np.exp(keys[:, 0].astype(np.float64) @ q[0].T.astype(np.float64) / 4)
+    expected = (scores / scores.sum(axis=0)).T @ values[:, 0]
+    assert got[0] == pytest.approx(expected, abs=0.02 if kv == "bf16" else 0.06)
 
 
 @pytest.mark.parametrize("kv", KV_DTYPES)
@@ -301,10 +345,11 @@ def test_cache_rounds_within_its_format(kv: KVDtype) -> None:
     x[1, 0] = 0
     slots = np.array([30, 0, 17], np.int32)
     cache.write(slots, x)
-    error = np.abs(cache.read(slots) - x)
+    kept = cache.read(slots)
+    error = np.abs(kept.data * (1 if kept.scale is None else kept.scale[:, :, None]) - x)
     assert (error[1, 0] == 0).all()
     amax = np.abs(x).max(axis=2, keepdims=True)
-    assert (error <= (amax / 254 * 1.001 if kv == "int8" else amax * 2.0**-11 * 1.001)).all()
+    assert (error <= (amax / 254 * 1.001 if kv == "int8" else amax * 2.0**-8 * 1.001)).all()
 
 
 # ---- malformed steps ----

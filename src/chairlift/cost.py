@@ -18,13 +18,13 @@ LOGIT_ROWS = 32
 """Rows of logits that exist at once: the head runs in tiles of this many, whatever the batch."""
 
 
-def kv_bytes_per_token(spec: ModelSpec, kv_dtype: Literal["f16", "int8"]) -> int:
+def kv_bytes_per_token(spec: ModelSpec, kv_dtype: Literal["bf16", "int8"]) -> int:
     """Bytes of one token's keys and values: sum over layers of kv_heads x (key + value lanes) x bytes, and the scales.
 
-    36 layers, 8 heads of 128, f16: 36 * 8 * 256 * 2 = 147,456.
+    36 layers, 8 heads of 128, bf16: 36 * 8 * 256 * 2 = 147,456.
     """
     lanes = spec.head_dim + spec.value_dim
-    per_head = lanes * 2 if kv_dtype == "f16" else lanes + 2 * SCALE_BYTES
+    per_head = lanes * 2 if kv_dtype == "bf16" else lanes + 2 * SCALE_BYTES
     return spec.num_layers * spec.num_kv_heads * per_head
 
 

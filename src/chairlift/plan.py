@@ -41,7 +41,7 @@ class Plan:
     max_queue: int
     block_size: int
     num_blocks: int
-    kv_dtype: Literal["f16", "int8"]
+    kv_dtype: Literal["bf16", "int8"]
     kv_bytes_per_token: int
     prefix_caching: bool
     batching: Batching
@@ -84,7 +84,7 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDis
     Raises ConfigError for what the model cannot do, DoesNotFit (before anything is loaded) for what the machine cannot.
     """
     notes: list[str] = []
-    kv_dtype: Literal["f16", "int8"] = "int8" if config.kv_cache_dtype == "int8" else "f16"
+    kv_dtype: Literal["bf16", "int8"] = "int8" if config.kv_cache_dtype == "int8" else "bf16"
     step_tokens = config.max_num_batched_tokens or DEFAULT_STEP_TOKENS
     memory = _Memory.after_weights(config, spec, machine, model, step_tokens)
     per_token = cost.kv_bytes_per_token(spec, kv_dtype)

@@ -318,7 +318,7 @@ void check_attention() {
         Random random(5);
         for (int i = 0; i < 64; ++i) {
             const int longest = i < 60 ? 200 : 3 * kSplitPositions;
-            attend_once(kernels(isa), i % 2 == 0 ? KVType::f16 : KVType::int8, longest, random);
+            attend_once(kernels(isa), i % 2 == 0 ? KVType::bf16 : KVType::int8, longest, random);
         }
     }
 }

@@ -22,8 +22,8 @@ from chairlift.bench import shapes
 from chairlift.kernels.ops import SAMPLE_DTYPE, Backend, KVDtype, KVLayout, Model, Ops, StepArrays
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
-Unit = Literal["dot", "fma"]
-"""Whether the work is 8-bit products or f32 multiply-adds: which ceiling it stands below."""
+Unit = Literal["dot", "fma", "bf16"]
+"""Whether the work is 8-bit products, f32 multiply-adds or products of bf16: which ceiling it stands below."""
 Weights = Mapping[str, Any]
 VOCAB = 256
 BLOCK_SIZE = 16
@@ -60,7 +60,7 @@ class Chain:
     tensors: Mapping[str, RawTensor]
     inputs: tuple[str, ...] = ("x",)
     unit: Unit | None = None
-    kv_dtype: KVDtype = "f16"
+    kv_dtype: KVDtype = "bf16"
 
     def shortened(self, links: int) -> Chain:
         """The same with so many links at most; with none, what every chain costs around them."""
@@ -113,7 +113,7 @@ def attention(heads: int, kv_heads: int, head_dim: int, kv_dtype: KVDtype) -> Ch
 
     what = f"{heads} on {kv_heads} heads of {head_dim}"
     inputs = ("x", "keys", "values")
-    return Chain(f"attention {kv_dtype}", what, spec, link, tensors, inputs, unit="fma", kv_dtype=kv_dtype)
+    return Chain(f"attention {kv_dtype}", what, spec, link, tensors, inputs, unit="bf16", kv_dtype=kv_dtype)
 
 
 def row_ops(hidden: int, ffn: int) -> list[Chain]:

@@ -10,6 +10,7 @@ from chairlift import machine
 from chairlift.bench.report import Cell, Column, Report, Table
 
 if TYPE_CHECKING:
+    from chairlift.bench.chains import Unit
     from chairlift.bench.kernels import Ceilings, KernelRun, SampleTiming, Timing
 
 _TITLES = {
@@ -60,12 +61,13 @@ def report(run: KernelRun) -> Report:
 
 def _ceilings(ceilings: Ceilings) -> Table:
     levels = dict.fromkeys(isa for isa, _ in ceilings.units)
-    columns = (Column("level", align="left"), Column("dot", "GOP/s"), Column("fma", "GOP/s"), Column("memory", "GB/s"))
+    units: tuple[Unit, ...] = ("dot", "fma", "bf16")
+    columns = (Column("level", align="left"), *(Column(unit, "GOP/s") for unit in units), Column("memory", "GB/s"))
     rows: list[list[Cell]] = [
-        [isa, ceilings.units[isa, "dot"] / 1e9, ceilings.units[isa, "fma"] / 1e9, ceilings.memory / 1e9]
-        for isa in levels
+        [isa, *(ceilings.units[isa, unit] / 1e9 for unit in units), ceilings.memory / 1e9] for isa in levels
     ]
-    return Table("Ceilings", columns, rows, "dot: 8-bit products summed; fma: f32 multiply-adds; memory: what is read.")
+    note = "dot: 8-bit products summed; fma: f32 multiply-adds; bf16: products of bf16 values; memory: what is read."
+    return Table("Ceilings", columns, rows, note)
 
 
 def _row(timing: Timing, ceilings: Ceilings | None) -> list[Cell]:

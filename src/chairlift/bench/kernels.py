@@ -147,7 +147,7 @@ def measure_ceilings(wanted: Wanted) -> Ceilings:
     """Reads memory and turns registers for some tenths of a second."""
     seconds = 0.1 if wanted.quick else 0.4
     memory = machine.read_speed(np.ones(1 << 25, np.int64), wanted.threads, seconds=seconds)
-    units: tuple[Unit, ...] = ("dot", "fma")
+    units: tuple[Unit, ...] = ("dot", "fma", "bf16")
     return Ceilings(memory, {(isa, unit): peak(isa, unit, wanted.threads) for isa in wanted.isas for unit in units})
 
 
@@ -185,7 +185,7 @@ def cases(wanted: Wanted) -> Iterator[tuple[str, Chain, list[list[Piece]]]]:
         decodes = [[Piece(context, 1)] * count for count, context in (DECODES[::2] if wanted.quick else DECODES)]
         chunks = [[Piece(start, count)] for start, count in CHUNKS]
         for heads in HEADS[:most]:
-            for kv_dtype in ("f16", "int8"):
+            for kv_dtype in ("bf16", "int8"):
                 yield "attention", chains.attention(*heads, kv_dtype), decodes + chunks
     if "rows" in wanted.kinds:
         for chain in chains.row_ops(*SHAPES[-1]):

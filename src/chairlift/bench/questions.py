@@ -152,7 +152,7 @@ async def preemption(setup: Setup) -> list[Table]:
 async def kv(setup: Setup) -> list[Table]:
     """Keys and values in 16 bits and in 8."""
     rows: list[list[Cell]] = []
-    for dtype in ("f16", "int8"):
+    for dtype in ("bf16", "int8"):
         flags = ("--kv-cache-dtype", dtype)
         async with asking(setup, *flags, "--kv-memory", "256MiB") as asker:
             kept = asker.facts["kv"]

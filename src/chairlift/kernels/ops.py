@@ -17,7 +17,7 @@ from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
-KVDtype = Literal["f16", "int8"]
+KVDtype = Literal["bf16", "int8"]
 
 MAX_TOP = 20
 """Alternatives per row that a step can report."""
@@ -127,7 +127,7 @@ class KVLayout:
 
     num_blocks: int
     block_size: int = 16
-    dtype: KVDtype = "f16"
+    dtype: KVDtype = "bf16"
 
 
 class Model(Protocol):

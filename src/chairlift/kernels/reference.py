@@ -20,6 +20,9 @@ from chairlift.kernels.validate import check_step
 from chairlift.models import quant
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
+TILE, SPLIT = 64, 512
+"""Positions that share a softmax maximum, and those after which a new one begins; counted from position 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
@@ -97,13 +100,24 @@ class ReferenceModel:
             return reduce_rows(self._forward(ops, self._spec, self._weights), step)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Keys or values as a cache holds them, times `scale` where there is one."""
+
+    data: F32  # (positions, kv heads, width): bf16 values, or levels of int8
+    scale: F32 | None = None  # (positions, kv heads)
+
+    def __getitem__(self, positions: slice) -> Kept:
+        return Kept(self.data[positions], None if self.scale is None else self.scale[positions])
+
+
 class Cache:
-    """Keys or values of one layer, (slots, kv heads, width): float16, or int8 with a scale per slot and head."""
+    """Keys or values of one layer, (slots, kv heads, width): bf16, or int8 with a scale per slot and head."""
 
     def __init__(self, kv: KVLayout, num_heads: int, width: int) -> None:
         slots = kv.num_blocks * kv.block_size
         self._dtype: KVDtype = kv.dtype
-        self._data = np.zeros((slots, num_heads, width), np.float16 if kv.dtype == "f16" else np.int8)
+        self._data = np.zeros((slots, num_heads, width), np.uint16 if kv.dtype == "bf16" else np.int8)
         self._scale = np.zeros((slots if kv.dtype == "int8" else 0, num_heads), np.float32)
 
     @property
@@ -113,8 +127,8 @@ class Cache:
 
     def write(self, slots: I32, x: F32) -> None:
         """Stores (rows, heads, width). int8: level = rint(lane * 127 / amax) of its head."""
-        if self._dtype == "f16":
-            self._data[slots] = x
+        if self._dtype == "bf16":
+            self._data[slots] = to_bf16(x).view(np.uint32) >> 16
             return
         amax = np.abs(x).max(axis=2)
         with np.errstate(all="ignore"):
@@ -123,12 +137,12 @@ class Cache:
         self._data[slots] = np.rint(lanes).astype(np.int8)
         self._scale[slots] = amax / np.float32(127)
 
-    def read(self, slots: npt.NDArray[np.integer]) -> F32:
-        """What the slots hold, (len(slots), heads, width)."""
-        data: F32 = self._data[slots].astype(np.float32)
+    def read(self, slots: npt.NDArray[np.integer]) -> Kept:
+        """What the slots hold."""
+        data = self._data[slots]
         if self._dtype == "int8":
-            data *= self._scale[slots][:, :, None]
-        return data
+            return Kept(data.astype(np.float32), self._scale[slots])
+        return Kept((data.astype(np.uint32) << 16).view(np.float32), None)
 
 
 class ReferenceOps:
@@ -274,17 +288,67 @@ def rotation(rope: RopeSpec, position: int) -> F32:
     return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
 
 
-def attention(q: F32, keys: F32, values: F32) -> F32:
-    """One row: q (kv heads, group, width) on keys and values (positions, kv heads, width); softmax in float32.
+def to_bf16(x: F32) -> F32:
+    """The nearest values of bf16, ties to even, as float32; a NaN stays one."""
+    bits = x.view(np.uint32)
+    nearest = bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
+    kept: F32 = (np.where(np.isnan(x), bits | np.uint32(0x400000), nearest) & np.uint32(0xFFFF0000)).view(np.float32)
+    return kept
+
+
+def attention(q: F32, keys: Kept, values: Kept) -> F32:
+    """One row: q (kv heads, group, width) on keys and values of its positions, (kv heads, group, width).
+
+    Splits of SPLIT positions by themselves, joined in ascending order (Milakov and Gimelshein 2018; Dao 2023).
+    """
+    scale = np.float32(1) / np.sqrt(np.float32(q.shape[-1])) * np.float32(np.log2(np.e))
+    q = to_bf16(q * scale)
+    whole = None
+    for start in range(0, len(keys.data), SPLIT):
+        part = attend_split(q, keys[start : start + SPLIT], values[start : start + SPLIT])
+        whole = part if whole is None else join(whole, part)
+    assert whole is not None
+    out: F32 = whole.out / whole.sum[:, :, None]
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """Of some positions, per query: the largest score in units of ln 2, the weights' sum, the values' weighted sum."""
+
+    max: F32  # (kv heads, group)
+    sum: F32
+    out: F32  # (kv heads, group, width)
+
+
+def attend_split(q: F32, keys: Kept, values: Kept) -> Softmax:
+    """Tiles of TILE positions under a running maximum; weights are rounded to bf16, of int8 times the value's scale.
 
     einsum without optimisation calls no BLAS: its order of summation depends on the shapes only.
     """
-    scale = np.float32(q.shape[-1] ** -0.5)
-    scores = np.einsum("hgd,phd->hgp", q, keys, optimize=False) * scale
-    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    weights /= weights.sum(axis=2, keepdims=True)
-    out: F32 = np.einsum("hgp,phd->hgd", weights, values, optimize=False)
-    return out
+    queries = q.shape[:2]
+    out = np.zeros((*queries, values.data.shape[2]), np.float32)
+    state = Softmax(np.full(queries, -np.inf, np.float32), np.zeros(queries, np.float32), out)
+    for start in range(0, len(keys.data), TILE):
+        key, value = keys[start : start + TILE], values[start : start + TILE]
+        scores = np.einsum("hgd,phd->hgp", q, key.data, optimize=False)
+        if key.scale is not None:
+            scores *= key.scale.T[:, None]
+        top = np.maximum(state.max, scores.max(axis=2))
+        weights = np.exp2(scores - top[:, :, None])
+        rounded = to_bf16(weights if value.scale is None else weights * value.scale.T[:, None])
+        total = (rounded if value.scale is None else weights).sum(axis=2)
+        out = np.einsum("hgp,phd->hgd", rounded, value.data, optimize=False)
+        state = join(state, Softmax(top, total, out))
+    return state
+
+
+def join(a: Softmax, b: Softmax) -> Softmax:
+    """Two softmaxes under the larger maximum."""
+    top = np.maximum(a.max, b.max)
+    left, right = np.exp2(a.max - top), np.exp2(b.max - top)
+    out = a.out * left[:, :, None] + b.out * right[:, :, None]
+    return Softmax(top, a.sum * left + b.sum * right, out)
 
 
 def reduce_rows(logits: F32, step: StepArrays) -> LogitResult:

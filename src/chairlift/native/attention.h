@@ -6,6 +6,11 @@
 //   record: K  head_dim x 16 tokens   (a lane's 16 tokens side by side: scores come out as vectors over tokens)
 //           V  16 tokens x value_dim  (a token's lanes side by side: the weighted sum is a vector over lanes)
 //           int8 only: 16 K scales, 16 V scales (f32, one per token)
+// In bf16 two rows of K (two lanes) or of V (two tokens) are interleaved value by value: the instruction that multiplies
+// bf16 takes neighbours and adds both products.
+//
+// Queries, times scale / ln 2, and softmax weights are rounded to bf16 as well, so that every product is one of two 8-bit
+// significands, summed in f32. Of int8 the weight times the value's scale is rounded; levels are exact in bf16.
 //
 // A row's result depends on its position alone: scores of tiles of 64 positions counted from position 0, an online softmax
 // from tile to tile, a fresh one every 512 positions (a split), and the splits joined in ascending order; for one row as
@@ -26,7 +31,7 @@ static constexpr int kMaxTaskQueries = 32;  // rows x query heads of one attenti
 // Readers fetch whole vectors and may run this far past the last record; what they read there is dropped.
 static constexpr size_t kCacheSlackBytes = 64;
 
-enum class KVType { f16, int8 };
+enum class KVType { bf16, int8 };
 
 // Sizes and offsets of one layer's cache; the same for all layers. Made by kv_shape() in kv.h.
 struct KVShape {

@@ -148,10 +148,10 @@ nb::tuple reduce(const std::string& isa, Floats logits, Bytes record, const std:
 }
 
 int64_t peak(const std::string& isa, const std::string& unit, int64_t rounds) {
-    require(unit == "dot" || unit == "fma", "the unit is dot or fma");
+    require(unit == "dot" || unit == "fma" || unit == "bf16", "the unit is dot, fma or bf16");
     const PeakKernels& peaks = kernels(isa_from_name(isa)).peak;
     const nb::gil_scoped_release no_gil;
-    return unit == "dot" ? peaks.dot(rounds) : peaks.fma(rounds);
+    return unit == "dot" ? peaks.dot(rounds) : unit == "fma" ? peaks.fma(rounds) : peaks.bf16(rounds);
 }
 
 }  // namespace
@@ -166,7 +166,7 @@ void bind_kernels(nb::module_& module) {
     kernels.def("reduce_logits", reduce, "isa"_a, "logits"_a, "record"_a, "bias"_a, "seen"_a,
                 "sampling.reduce_logits: (token, logprob, top_ids, top_logprobs, finite).");
     kernels.def("peak", peak, "isa"_a, "unit"_a, "rounds"_a,
-                "Rounds of 8-bit (dot) or f32 (fma) multiply-adds that wait for nothing; returns their operations.");
+                "Rounds of 8-bit (dot), f32 (fma) or bf16 multiply-adds that wait for nothing; returns their operations.");
     kernels.def("uniform", uniform, "seed"_a, "choice"_a, "index"_a, "sampling.uniform.");
 }
 

@@ -44,4 +44,11 @@ static inline uint16_t float_to_f16(float value) {
     return static_cast<uint16_t>(sign | ((rest - 0x38000000U) >> 13));
 }
 
+// Rounded to bf16 and widened again: to nearest, ties to even; a NaN stays one.
+static inline float rounded_to_bf16(float value) {
+    const uint32_t bits = float_to_bits(value);
+    const uint32_t rounded = value == value ? bits + 0x7fffU + ((bits >> 16) & 1U) : bits | 0x400000U;
+    return bits_to_float(rounded & 0xffff0000U);
+}
+
 }  // namespace chairlift

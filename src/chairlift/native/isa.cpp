@@ -20,13 +20,20 @@ CHAIRLIFT_DECLARE_LEVEL(portable)
 CHAIRLIFT_DECLARE_LEVEL(avx2)
 CHAIRLIFT_DECLARE_LEVEL(avx2_vnni)
 CHAIRLIFT_DECLARE_LEVEL(avx512)
+namespace chairlift::avx512_bf16 {
+extern const AttentionKernels attention_kernels;
+extern const PeakKernels peak_kernels;
+// Nothing else is made of bf16 products.
+static constexpr Kernels table{Isa::avx512_bf16,            avx512::matmul_kernels, avx512::sample_kernels,
+                               avx512::elementwise_kernels, attention_kernels,      peak_kernels};
+}  // namespace chairlift::avx512_bf16
 #endif
 
 namespace chairlift {
 
 namespace {
 
-constexpr Isa kAll[] = {Isa::portable, Isa::avx2, Isa::avx2_vnni, Isa::avx512};
+constexpr Isa kAll[] = {Isa::portable, Isa::avx2, Isa::avx2_vnni, Isa::avx512, Isa::avx512_bf16};
 
 // The builtins ask CPUID and, for the registers that the system must save, XGETBV.
 bool available(Isa isa) {
@@ -40,6 +47,7 @@ bool available(Isa isa) {
             return available(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                    __builtin_cpu_supports("avx512vnni");
+        case Isa::avx512_bf16: return available(Isa::avx512) && __builtin_cpu_supports("avx512bf16");
 #endif
         default: return false;
     }
@@ -59,6 +67,7 @@ std::string_view isa_name(Isa isa) {
         case Isa::avx2: return "avx2";
         case Isa::avx2_vnni: return "avx2_vnni";
         case Isa::avx512: return "avx512";
+        case Isa::avx512_bf16: return "avx512_bf16";
         default: return "portable";
     }
 }
@@ -86,6 +95,7 @@ const Kernels& kernels(Isa isa) {
     if (isa == Isa::avx2) return avx2::table;
     if (isa == Isa::avx2_vnni) return avx2_vnni::table;
     if (isa == Isa::avx512) return avx512::table;
+    if (isa == Isa::avx512_bf16) return avx512_bf16::table;
 #endif
     return portable::table;
 }

@@ -19,7 +19,7 @@
 
 namespace chairlift {
 
-enum class Isa { portable, avx2, avx2_vnni, avx512 };
+enum class Isa { portable, avx2, avx2_vnni, avx512, avx512_bf16 };
 
 // One level's functions.
 struct Kernels {
@@ -31,7 +31,7 @@ struct Kernels {
     const PeakKernels& peak;
 };
 
-// "portable", "avx2" (with FMA and F16C), "avx2_vnni" (AVX-VNNI too) or "avx512" (F, BW, DQ, VL, VNNI).
+// "portable", "avx2" (with FMA and F16C), "avx2_vnni" (AVX-VNNI too), "avx512" (F, BW, DQ, VL, VNNI) or "avx512_bf16".
 std::string_view isa_name(Isa isa);
 
 // Levels that this binary carries and that processor and operating system support, lowest first.

@@ -50,8 +50,8 @@ KVShape kv_shape(KVType type, int num_kv_heads, int head_dim) {
         throw std::invalid_argument("head_dim is " + std::to_string(head_dim) +
                                     "; the attention kernel needs a multiple of 8 up to " + std::to_string(kMaxHeadDim));
     }
-    const size_t plane = static_cast<size_t>(head_dim) * kBlockTokens * (type == KVType::f16 ? 2 : 1);
-    const size_t scales = type == KVType::f16 ? 0 : 2 * kBlockTokens * sizeof(float);
+    const size_t plane = static_cast<size_t>(head_dim) * kBlockTokens * (type == KVType::bf16 ? 2 : 1);
+    const size_t scales = type == KVType::bf16 ? 0 : 2 * kBlockTokens * sizeof(float);
     const size_t record = 2 * plane + scales;
     return {type, num_kv_heads, head_dim, plane, 2 * plane, record, record * static_cast<size_t>(num_kv_heads)};
 }

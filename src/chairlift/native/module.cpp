@@ -112,9 +112,9 @@ std::shared_ptr<PackedMatrix> pack_parts(const Parts& parts, int64_t cols, Pool&
 }
 
 std::shared_ptr<KVCache> make_cache(const std::string& type, std::tuple<int, int, int, int> sizes, Pool& pool) {
-    if (type != "f16" && type != "int8") throw std::invalid_argument("a KV cache is of f16 or int8, not " + type);
+    if (type != "bf16" && type != "int8") throw std::invalid_argument("a KV cache is of bf16 or int8, not " + type);
     const auto [layers, blocks, kv_heads, head_dim] = sizes;
-    const KVShape shape = kv_shape(type == "f16" ? KVType::f16 : KVType::int8, kv_heads, head_dim);
+    const KVShape shape = kv_shape(type == "bf16" ? KVType::bf16 : KVType::int8, kv_heads, head_dim);
     const nb::gil_scoped_release no_gil;
     return std::make_shared<KVCache>(shape, layers, blocks, pool);
 }

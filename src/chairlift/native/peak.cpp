@@ -2,7 +2,7 @@
 // compiler from seeing that every round is the same.
 #include "peak.h"
 
-#include "simd.h"
+#include "simd_bf16.h"
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
@@ -71,6 +71,9 @@ CHAIRLIFT_INLINE Floats& inner(Vec& vec) { return vec; }
 #else
 using Floats = decltype(Vec::v);
 CHAIRLIFT_INLINE Floats& inner(Vec& vec) { return vec.v; }
+#ifdef __AVX512BF16__
+CHAIRLIFT_INLINE __m512i& inner(Terms& terms) { return terms.v; }
+#endif
 #endif
 
 int64_t multiply_add(int64_t rounds) {
@@ -87,8 +90,23 @@ int64_t multiply_add(int64_t rounds) {
     return rounds * kSums * kLanes * 2;
 }
 
+int64_t multiply_bf16(int64_t rounds) {
+    const uint16_t zeros[2 * kLanes] = {};
+    Terms a = load_terms(zeros, 0);
+    Terms b = load_terms(zeros, 0);
+    Vec sums[kSums];
+    for (Vec& sum : sums) sum = zero();
+    for (int64_t round = 0; round < rounds; ++round) {
+        touch(inner(a));
+        touch(inner(b));
+        for (Vec& sum : sums) sum = add_products(sum, a, b);
+    }
+    for (Vec& sum : sums) touch(inner(sum));
+    return rounds * kSums * kLanes * kJoined * 2;
+}
+
 }  // namespace
 
-const PeakKernels peak_kernels{dot, multiply_add};
+const PeakKernels peak_kernels{dot, multiply_add, multiply_bf16};
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

@@ -12,6 +12,8 @@ struct PeakKernels {
     int64_t (*dot)(int64_t rounds);
     // f32 multiply-adds.
     int64_t (*fma)(int64_t rounds);
+    // Products of bf16 values summed in f32, as attention makes them: the unit's where there is one, else widened.
+    int64_t (*bf16)(int64_t rounds);
 };
 
 #ifdef CHAIRLIFT_ISA_NS

@@ -52,12 +52,27 @@ CHAIRLIFT_INLINE unsigned at_least(Vec a, Vec b) {
 CHAIRLIFT_INLINE Vec load_f16(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-CHAIRLIFT_INLINE void store_f16(uint16_t* p, Vec a) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
 CHAIRLIFT_INLINE Vec load_bf16(const uint16_t* p) {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+}
+// Of kLanes pairs of bf16 the first, or the second, of each.
+CHAIRLIFT_INLINE Vec load_bf16_first(const uint16_t* p) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16))};
+}
+CHAIRLIFT_INLINE Vec load_bf16_second(const uint16_t* p) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)))};
+}
+// To the nearest bf16, ties to even; a NaN stays one.
+CHAIRLIFT_INLINE Vec round_bf16(Vec a) {
+    const __m256i bits = _mm256_castps_si256(a.v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256 nan = _mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q);
+    const __m256 rounded = _mm256_blendv_ps(_mm256_castsi256_ps(up), _mm256_castsi256_ps(quiet), nan);
+    return {_mm256_and_ps(rounded, _mm256_castsi256_ps(_mm256_set1_epi32(-0x10000)))};
 }
 CHAIRLIFT_INLINE Vec load_i8(const int8_t* p) {
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};

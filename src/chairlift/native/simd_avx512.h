@@ -54,12 +54,25 @@ CHAIRLIFT_INLINE unsigned at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v
 CHAIRLIFT_INLINE Vec load_f16(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-CHAIRLIFT_INLINE void store_f16(uint16_t* p, Vec a) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
 CHAIRLIFT_INLINE Vec load_bf16(const uint16_t* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+// Of kLanes pairs of bf16 the first, or the second, of each.
+CHAIRLIFT_INLINE Vec load_bf16_first(const uint16_t* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
+}
+CHAIRLIFT_INLINE Vec load_bf16_second(const uint16_t* p) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(-0x10000)))};
+}
+// To the nearest bf16, ties to even; a NaN stays one.
+CHAIRLIFT_INLINE Vec round_bf16(Vec a) {
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+    const __m512i rounded = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+    return {_mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(-0x10000)))};
 }
 CHAIRLIFT_INLINE Vec load_i8(const int8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};

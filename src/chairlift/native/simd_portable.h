@@ -84,11 +84,19 @@ CHAIRLIFT_INLINE unsigned at_least(Vec a, Vec b) {
 CHAIRLIFT_INLINE Vec load_f16(const uint16_t* p) {
     return lanes([=](int i) { return f16_to_float(p[i]); });
 }
-CHAIRLIFT_INLINE void store_f16(uint16_t* p, Vec a) {
-    for (int i = 0; i < kLanes; ++i) p[i] = float_to_f16(a.v[i]);
-}
 CHAIRLIFT_INLINE Vec load_bf16(const uint16_t* p) {
     return lanes([=](int i) { return bf16_to_float(p[i]); });
+}
+// Of kLanes pairs of bf16 the first, or the second, of each.
+CHAIRLIFT_INLINE Vec load_bf16_first(const uint16_t* p) {
+    return lanes([=](int i) { return bf16_to_float(p[2 * i]); });
+}
+CHAIRLIFT_INLINE Vec load_bf16_second(const uint16_t* p) {
+    return lanes([=](int i) { return bf16_to_float(p[2 * i + 1]); });
+}
+// To the nearest bf16, ties to even; a NaN stays one.
+CHAIRLIFT_INLINE Vec round_bf16(Vec a) {
+    return lanes([&](int i) { return rounded_to_bf16(a.v[i]); });
 }
 CHAIRLIFT_INLINE Vec load_i8(const int8_t* p) {
     return lanes([=](int i) { return static_cast<float>(p[i]); });
