@@ -248,6 +248,8 @@ class Engine:
             self._end_all(FinishReason.ERROR, EngineError(f"the engine has died: {_name(error)}"))
 
     def _take_cancelled(self) -> None:
+        if not self._cancelled:  # what comes this very moment is taken before the step after, as if it came later
+            return
         with self._wake:
             cancelled, self._cancelled = self._cancelled, []
             outputs = [output for request in cancelled for output in self._scheduler.cancel(request)]
@@ -323,7 +325,7 @@ class Engine:
 
     def _commit(self, step: Step, result: StepResult) -> list[Output]:
         """Takes in a step's result. When that fails, its requests end: what they were to be sent is lost."""
-        unfinished = [piece.request for piece in step.pieces if not piece.request.is_finished]
+        unfinished = [request for request, _, _ in step.pieces if request.finish_reason is None]
         try:
             outputs = self._scheduler.commit(step, result)
         except Exception as error:
@@ -373,11 +375,12 @@ class Engine:
         self._observer.next_tokens(gaps)
 
     def _stats(self, step: Step, seconds: float, overhead_s: float) -> StepStats:
+        in_prompt = [p for p in step.pieces if p.start < p.request.num_prompt]
         return StepStats(
             seconds=seconds,
             overhead_s=overhead_s,
-            num_rows=step.num_rows,
-            num_prompt_tokens=sum(max(0, min(p.stop, p.request.num_prompt) - p.start) for p in step.pieces),
+            num_rows=step.work.rows,
+            num_prompt_tokens=sum(min(p.stop, p.request.num_prompt) - p.start for p in in_prompt),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_used_blocks=self._pool.num_held,

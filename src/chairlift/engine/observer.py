@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chairlift.engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepStats:
     """One finished step, and where the engine stood after it."""
 

@@ -95,28 +95,27 @@ class StepTime:
         self._margin = min(_MAX_MARGIN, max(1.0, factor * self._margin))
 
     def _learn(self, x: tuple[float, ...], predicted_s: float, seconds: float) -> None:
-        """The Kalman filter's two halves: a step has passed, and a measurement came in."""
-        self._drift()
-        cov_x = [sum(map(mul, row, x)) for row in self._cov]
+        """The Kalman filter's two halves in one pass: a step has passed, and a measurement came in."""
+        sizes = self._drift_each()
+        drift_x = _DRIFT_ALL**2 * sum(map(mul, sizes, x))
+        cov_x = [sum(map(mul, row, x)) + drift_x * size for row, size in zip(self._cov, sizes, strict=True)]
         variance = sum(map(mul, x, cov_x)) + (_NOISE * predicted_s) ** 2
         most = _MAX_SURPRISE * sqrt(variance)
         error = max(-most, min(most, seconds - predicted_s))
         self._weights = [max(0.0, w + c * error / variance) for w, c in zip(self._weights, cov_x, strict=True)]
-        gains = [c / variance for c in cov_x]
+        drifts, gains = [_DRIFT_ALL**2 * size for size in sizes], [c / variance for c in cov_x]
         self._cov = [
-            [c - gain * other for c, other in zip(row, cov_x, strict=True)]
-            for row, gain in zip(self._cov, gains, strict=True)
+            [c + drift * size - gain * other for c, size, other in zip(row, sizes, cov_x, strict=True)]
+            for row, drift, gain in zip(self._cov, drifts, gains, strict=True)
         ]
 
-    def _drift(self) -> None:
-        """Less is sure than a step before."""
+    def _drift_each(self) -> list[float]:
+        """Less is sure of each coefficient than a step before. Returns their sizes."""
         sizes = [max(w, _SMALLEST * p) for w, p in zip(self._weights, self._prior, strict=True)]
         for i, size in enumerate(sizes):
-            row = self._cov[i]
-            if row[i] < (_MAX_UNSURE * size) ** 2:
-                row[i] += (_DRIFT_EACH * size) ** 2
-            drift = _DRIFT_ALL**2 * size
-            self._cov[i] = [c + drift * other for c, other in zip(row, sizes, strict=True)]
+            if self._cov[i][i] < (_MAX_UNSURE * size) ** 2:
+                self._cov[i][i] += (_DRIFT_EACH * size) ** 2
+        return sizes
 
 
 def _features(work: Work) -> tuple[float, ...]:

@@ -19,18 +19,18 @@ class Runner:
         """Computes the step. Raises EngineError when the model cannot."""
         batch = build(step, self._block_size)
         logits = self._model.run(batch.arrays)
-        tokens, finite = logits.tokens.tolist(), logits.finite.tolist()
         sampled: dict[int, Sampled] = {}
-        bad = {row.piece for row, is_finite in zip(batch.logit_rows, finite, strict=True) if not is_finite}
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
-        for i, row in enumerate(batch.logit_rows):
+        for i, (row, token) in enumerate(zip(batch.logit_rows, logits.tokens.tolist(), strict=True)):
             params = step.pieces[row.piece].request.params
             if row.target != SAMPLES:
                 entry = _logprob(logits, i, row, params.prompt_logprobs or 0)
                 prompt_logprobs.setdefault(row.piece, []).append(entry)
                 continue
             logprob = None if params.logprobs is None else _logprob(logits, i, row, params.logprobs)
-            sampled[row.piece] = Sampled(tokens[i], logprob)
+            sampled[row.piece] = Sampled(token, logprob)
+        finite = logits.finite.tolist()
+        bad = {row.piece for row, is_finite in zip(batch.logit_rows, finite, strict=True) if not is_finite}
         # A prompt that is scored may go wrong at any of its rows, also in a step that samples nothing for it.
         sampled |= dict.fromkeys(bad, Sampled(SAMPLES, ok=False))
         return StepResult(sampled, prompt_logprobs, logits.seconds)

@@ -84,7 +84,7 @@ SAMPLE_DTYPE = np.dtype(
 """One record per logit row; the C++ twin is `SampleParams` in native/sample.h (56 bytes, no padding)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one of 15 fields a step would take three times as long
 class StepArrays:
     """One step, flat. T rows (tokens), S sequences, L logit rows; all int32 unless said, all C-contiguous.
 
