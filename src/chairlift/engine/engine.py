@@ -218,6 +218,8 @@ class Engine:
             raise Draining("the server is shutting down")
 
     def _give_up_late(self) -> None:
+        if not self._scheduler.line:
+            return
         try:
             with self._wake:
                 outputs = self._door.give_up(self._clock())
