@@ -107,6 +107,29 @@ def test_cancel_ends_one_request_and_no_other(service: Service) -> None:
     assert service.text(running) == expected(running)
 
 
+def test_what_a_step_brought_is_out_before_the_next_one_computes(service: Service) -> None:
+    """Fault: text that waits for a convenient moment waits for a whole step, or for ever after the last one."""
+    num_out: list[int] = []
+    service.model.before_run = lambda _: num_out.append(len(service.outputs))
+    request = fake_request("a", range(20), max_tokens=5)
+    service.engine.submit([request])
+    service.finish(request)
+    assert num_out == [0, 1, 2, 3, 4]
+
+
+def test_an_end_from_outside_comes_after_all_text(service: Service) -> None:
+    """Fault: the end of a cancelled request overtakes what its last step brought."""
+    service.gate.close()
+    request = fake_request("a", range(20), max_tokens=40)
+    service.engine.submit([request])
+    assert service.gate.held.wait(10)
+    service.engine.cancel([request])
+    service.gate.open.set()
+    wait_until(lambda: service.engine.is_idle)
+    assert [output.num_tokens for output in service.outputs] == [1, 1]
+    assert [output.finish_reason for output in service.outputs] == [None, FinishReason.CANCELLED]
+
+
 def test_queue_limit_counts_waiting_requests_only() -> None:
     """Fault (CASES A15, A16): a limit that is not applied, or that counts those a free slot will take."""
     service = Service(plan=fake_plan(max_num_seqs=2, max_queue=4))

@@ -102,6 +102,7 @@ class Engine:
         self._num_steps = 0
         self._has_recovered = False  # since a schedule() last succeeded
         self._has_door_failed = False
+        self._held: list[Output] = []  # of the last step; handed out when the kernels of the next one are about to run
         self._step_end_s: float | None = None  # end of the step before, while there was no wait for work
 
     # -- any thread ---------------------------------------------------------------------------------------------------
@@ -191,8 +192,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is running or waiting."""
-        return not self._scheduler.has_work
+        """Whether nothing is running or waiting, and everything was handed out."""
+        return not self._scheduler.has_work and not self._held
 
     def snapshot(self) -> EngineSnapshot:
         """Where the engine stands now."""
@@ -255,6 +256,7 @@ class Engine:
         with self._wake:
             cancelled, self._cancelled = self._cancelled, []
             outputs = [output for request in cancelled for output in self._scheduler.cancel(request)]
+        self._hand_out()  # the end of a request comes last
         self._send(outputs)
 
     def _schedule(self) -> Step | None:
@@ -262,6 +264,7 @@ class Engine:
         try:
             step = self._scheduler.schedule(self._suspects.next)
         except Exception as error:
+            self._hand_out()
             if self._has_recovered:
                 raise
             self._has_recovered = True
@@ -280,6 +283,7 @@ class Engine:
         return step
 
     def _wait_for_work(self) -> None:
+        self._hand_out()
         self._step_end_s = None
         self._preemptions.warn(self._clock())
         with self._wake:
@@ -309,10 +313,12 @@ class Engine:
         self._note_tokens(step, before, end_s)
         self._num_steps += 1
         self._observer.step_done(self._stats(step, seconds, overhead_s))
-        self._send(outputs)
+        self._note_ends(outputs)
+        self._held = outputs
 
     def _undo(self, step: Step, error: Exception) -> None:
         """A step failed. Whoever is to blame ends; the others start over, as if nothing had been."""
+        self._hand_out()  # perhaps it failed before that
         log.error("a step of %d rows for %d requests failed", step.num_rows, len(step.pieces), exc_info=True)
         is_trial = self._suspects.next is not None
         blamed = self._suspects.failed(step)
@@ -346,7 +352,7 @@ class Engine:
 
     def _timed_run(self, step: Step) -> StepResult:
         start_s = self._clock()
-        result = self._runner.run(step)
+        result = self._runner.run(step, self._hand_out)
         self._predictor.observe(step.work, self._clock() - start_s)
         return result
 
@@ -390,12 +396,26 @@ class Engine:
             predicted_s=step.predicted_s,
         )
 
+    def _hand_out(self) -> None:
+        """Delivers what the last step brought.
+
+        Who gets it cannot use the interpreter before the kernels run; woken earlier, it would only be in the way.
+        """
+        held, self._held = self._held, []
+        self._deliver_all(held)
+
     def _send(self, outputs: list[Output]) -> None:
-        if not outputs:
-            return
+        self._note_ends(outputs)
+        self._deliver_all(outputs)
+
+    def _note_ends(self, outputs: list[Output]) -> None:
         for output in outputs:
             if output.finish_reason is not None:
                 self._note_finished(output.request)
+
+    def _deliver_all(self, outputs: list[Output]) -> None:
+        if not outputs:
+            return
         try:
             self._deliver(outputs)
         except Exception:
@@ -424,6 +444,7 @@ class Engine:
         self._observer.finished(request)
 
     def _end_all(self, reason: FinishReason, error: EngineError | None) -> None:
+        self._hand_out()
         with self._wake:
             unfinished = [request for request in self._scheduler.requests if not request.is_finished]
             try:

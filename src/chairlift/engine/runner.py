@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from chairlift.engine.batch import SAMPLES, LogitRow, build
 from chairlift.engine.request import TokenLogprob
 from chairlift.engine.step import Sampled, Step, StepResult
@@ -15,9 +17,10 @@ class Runner:
         self._model = model
         self._block_size = block_size
 
-    def run(self, step: Step) -> StepResult:
-        """Computes the step. Raises EngineError when the model cannot."""
+    def run(self, step: Step, before_kernels: Callable[[], None] = lambda: None) -> StepResult:
+        """Computes the step, and calls `before_kernels` when all else is done. Raises EngineError when it cannot."""
         batch = build(step, self._block_size)
+        before_kernels()
         logits = self._model.run(batch.arrays)
         sampled: dict[int, Sampled] = {}
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}

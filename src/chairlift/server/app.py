@@ -218,6 +218,17 @@ def _announce(loaded: Loaded, address: str) -> None:
     Console(stderr=True).print(card.render(loaded, address), crop=False)
     _settle_memory()
     sys.setswitchinterval(_TURN_S)
+    _give_way()
+
+
+def _give_way() -> None:
+    """Lets the event loop, whose thread this is, wait for a free core where it can, instead of pushing the engine off.
+
+    The engine has used up its turn by when it wakes the event loop: it would stand still for as long as that writes.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _settle_memory() -> None:
