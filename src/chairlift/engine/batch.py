@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,26 +23,20 @@ from chairlift.engine.step import Piece, Step
 from chairlift.kernels.ops import I32, SAMPLE_DTYPE, StepArrays
 
 SAMPLES = -1
-"""`Row.target` of a row that chooses the next token; otherwise the prompt token whose log-probability is wanted."""
+"""The target of a row that chooses the next token; otherwise the prompt token whose log-probability is wanted."""
+LogitRow = tuple[int, int]
+"""What a row that needs logits is for: an index into Step.pieces, and a target."""
 
 _NOTHING: Mapping[int, int] = {}
 _RECORD = struct.Struct("@6f3i3IQ")  # SAMPLE_DTYPE
 
 
-class LogitRow(NamedTuple):
-    """One row that needs logits: whose it is, where, and what for."""
-
-    piece: int  # index into Step.pieces
-    row: int  # row of the step
-    target: int  # SAMPLES, or a prompt token
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step as arrays, and the owners of its logit rows in the same order."""
+    """A step as arrays, and its logit rows in the same order."""
 
     arrays: StepArrays
-    logit_rows: tuple[LogitRow, ...]
+    logit_rows: list[LogitRow]
 
 
 def build(step: Step, block_size: int, *, want_logits: bool = False) -> Batch:
@@ -89,7 +83,7 @@ def build(step: Step, block_size: int, *, want_logits: bool = False) -> Batch:
         seen_counts=seen_counts,
         want_logits=want_logits,
     )
-    return Batch(arrays, tuple(wanted.rows))
+    return Batch(arrays, wanted.rows)
 
 
 class _Wanted:
@@ -97,7 +91,7 @@ class _Wanted:
 
     def __init__(self) -> None:
         self.rows: list[LogitRow] = []
-        self.at = _ints()  # the rows alone
+        self.at = _ints()  # rows of the step
         self.bias: list[Mapping[int, float]] = []
         self.seen: list[Mapping[int, int]] = []
         self._records = bytearray()
@@ -105,7 +99,7 @@ class _Wanted:
 
     def sample(self, index: int, request: Request, row: int) -> None:
         """The row chooses the next token."""
-        self.rows.append(LogitRow(index, row, SAMPLES))
+        self.rows.append((index, SAMPLES))
         self.at.append(row)
         self.bias.append(_bias(request))
         self.seen.append(request.seen() if request.params.has_penalties else _NOTHING)
@@ -120,7 +114,7 @@ class _Wanted:
         known = max(1, len(request.prompt_logprobs))
         for position in range(max(piece.start, known - 1), min(piece.stop, request.num_prompt - 1)):
             row, target = first_row + position - piece.start, request.prompt[position + 1]
-            self.rows.append(LogitRow(index, row, target))
+            self.rows.append((index, target))
             self.at.append(row)
             self.bias.append(_NOTHING)
             self.seen.append(_NOTHING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chairlift.engine.batch import SAMPLES, LogitRow, build
+from chairlift.engine.batch import SAMPLES, build
 from chairlift.engine.request import TokenLogprob
 from chairlift.engine.step import Sampled, Step, StepResult
 from chairlift.kernels.ops import LogitResult, Model
@@ -24,23 +24,22 @@ class Runner:
         logits = self._model.run(batch.arrays)
         sampled: dict[int, Sampled] = {}
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
-        for i, (row, token) in enumerate(zip(batch.logit_rows, logits.tokens.tolist(), strict=True)):
-            params = step.pieces[row.piece].request.params
-            if row.target != SAMPLES:
-                entry = _logprob(logits, i, row, params.prompt_logprobs or 0)
-                prompt_logprobs.setdefault(row.piece, []).append(entry)
+        for i, ((piece, target), token) in enumerate(zip(batch.logit_rows, logits.tokens.tolist(), strict=True)):
+            params = step.pieces[piece].request.params
+            if target != SAMPLES:
+                entry = _logprob(logits, i, target, params.prompt_logprobs or 0)
+                prompt_logprobs.setdefault(piece, []).append(entry)
                 continue
-            logprob = None if params.logprobs is None else _logprob(logits, i, row, params.logprobs)
-            sampled[row.piece] = Sampled(token, logprob)
+            logprob = None if params.logprobs is None else _logprob(logits, i, token, params.logprobs)
+            sampled[piece] = Sampled(token, logprob)
         finite = logits.finite.tolist()
-        bad = {row.piece for row, is_finite in zip(batch.logit_rows, finite, strict=True) if not is_finite}
+        bad = {piece for (piece, _), is_finite in zip(batch.logit_rows, finite, strict=True) if not is_finite}
         # A prompt that is scored may go wrong at any of its rows, also in a step that samples nothing for it.
         sampled |= dict.fromkeys(bad, Sampled(SAMPLES, ok=False))
         return StepResult(sampled, prompt_logprobs, logits.seconds)
 
 
-def _logprob(logits: LogitResult, i: int, row: LogitRow, num_top: int) -> TokenLogprob:
-    token = int(logits.tokens[i]) if row.target == SAMPLES else row.target
+def _logprob(logits: LogitResult, i: int, token: int, num_top: int) -> TokenLogprob:
     ids, values = logits.top_ids[i, :num_top].tolist(), logits.top_logprobs[i, :num_top].tolist()
     # A vocabulary smaller than num_top leaves -1 behind.
     top = tuple((token_id, value) for token_id, value in zip(ids, values, strict=True) if token_id >= 0)
