@@ -82,12 +82,10 @@ void run_split(const AttendTask& task, const Queries& queries, int split, const 
     }
     memset(state.values, 0, sizeof(float) * static_cast<size_t>(num_queries(task) * state.dim));
     Tile tile;
-    find_records(task, begin, end, tile.next);
+    tile.fetch_near = queries.num_packs == 1;
     for (int position = begin; position < end; position += kTilePositions) {
-        const uint8_t* ahead[kTileBlocks];
-        find_records(task, position + kTilePositions, last, ahead);
         find_records(task, position, last, tile.records);
-        memcpy(tile.next, tile.records, sizeof tile.records);
+        find_records(task, position + kTilePositions, last, tile.next);
         tile.first_position = position;
         tile.num_positions = end - position < kTilePositions ? end - position : kTilePositions;
         const int first_reader = first_query_at(task, position);
@@ -95,7 +93,7 @@ void run_split(const AttendTask& task, const Queries& queries, int split, const 
             const int first = queries.first_query(task, pack);
             const int next = queries.first_query(task, pack + 1);
             if (next <= first_reader) continue;
-            if (pack + 1 == queries.num_packs) memcpy(tile.next, ahead, sizeof ahead);
+            tile.fetch_far = pack + 1 == queries.num_packs;
             const Factor* const lanes = queries.lanes + first * task.shape->head_dim;
             run_pack<Cell, kMaxPack>(task, tile, state, lanes, first, next - first);
         }

@@ -65,12 +65,18 @@ struct State {
           dim((task.shape->head_dim + kLanes - 1) / kLanes * kLanes) {}
 };
 
-// A tile's records, one per block, and those of the next tile, fetched meanwhile.
+// A tile's records, one per block, and those of the next tile.
+//
+// A processor drops a prefetch when too many are on their way, and the loops of one pack ask faster than memory answers. So
+// lines are asked for twice: keys of the next tile with this one's keys and again with its values, values with the last tile's
+// values and again with this one's keys. Further packs find the tile in L1; the last of them asks for the next.
 struct Tile {
     const uint8_t* records[kTileBlocks];
     const uint8_t* next[kTileBlocks];
     int first_position;
     int num_positions;  // that any row of the task reads
+    bool fetch_far;     // the next tile
+    bool fetch_near;    // what this one's next loop reads
 };
 
 template <class Cell, int kPack>
@@ -102,8 +108,16 @@ struct Pack {
         for (auto& row : dots) {
             for (Vec& dot : row) dot = zero();
         }
+        const bool far = tile.fetch_far;
+        const bool near = tile.fetch_near;
         for (int start = 0; start < task.shape->head_dim / 2; start += kPairs) {
-            for (int b = 0; b < kWideBlocks; ++b) prefetch(tile.next[first + b] + start / kPairs * kLineBytes);
+            const size_t line = static_cast<size_t>(start / kPairs * kLineBytes);
+            if (far) {
+                for (int b = 0; b < kWideBlocks; ++b) prefetch(tile.next[first + b] + line);
+            }
+            if (near) {
+                for (int b = 0; b < kWideBlocks; ++b) prefetch(tile.records[first + b] + task.shape->value_offset + line);
+            }
 #pragma GCC unroll 4
             for (int step = 0; step < kPairs * kParts; ++step, queries += kPack * kJoined) {
                 Terms key[kWide];
@@ -203,6 +217,8 @@ struct Pack {
     void add_lanes(int lane) {
         const size_t pair_bytes = 2 * static_cast<size_t>(task.shape->head_dim) * sizeof(Element);
         const size_t offset = task.shape->value_offset;
+        const bool far = tile.fetch_far;
+        const bool near = tile.fetch_near;
         float* const values = state.values + first_query * state.dim + lane;
         Vec sums[kPack][kVecs];
         for (int i = 0; i < kPack; ++i) {
@@ -212,10 +228,11 @@ struct Pack {
             const int block = t / kBlockTokens;
             const int pair = t % kBlockTokens / 2;
             const auto* const plane = reinterpret_cast<const Element*>(tile.records[block] + offset);
-            const uint8_t* const next = tile.next[block] + offset + pair * pair_bytes;
+            const uint8_t* const next = tile.next[block] + pair * pair_bytes + 2 * static_cast<size_t>(lane) * sizeof(Element);
 #pragma GCC unroll 8
             for (size_t ahead = 0; ahead < 2 * kVecs * kLanes * sizeof(Element); ahead += kLineBytes) {
-                prefetch(next + 2 * static_cast<size_t>(lane) * sizeof(Element) + ahead);
+                if (far) prefetch(next + offset + ahead);
+                if (near) prefetch(next + ahead);
             }
             add_pair<kVecs, 2>(*this, plane, pair, lane, t, sums);
         }
