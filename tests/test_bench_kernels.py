@@ -32,6 +32,7 @@ def small_working_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def all_chains() -> list[Chain]:
     products = [chains.matmul(weight_type, layout, 256, 512) for layout, weight_type in LAYOUTS.items()]
+    products.append(chains.matmul("Q4_0", "w4", 256, 512, bits=16))
     attention = [chains.attention(6, 2, 32, "bf16"), chains.attention(6, 2, 32, "int8")]
     return [*products, *attention, *chains.row_ops(64, 96)]
 

@@ -71,7 +71,7 @@ def test_the_curl_command_survives_the_terminal(loaded: Loaded, width: int) -> N
     assert "Authorization: Bearer $API_KEY" in words
     body: dict[str, Any] = json.loads(words[words.index("-d") + 1])
     assert body["model"] == "it's"
-    assert body["messages"][0]["content"] == "What is the capital of France?"
+    assert body["messages"][0]["content"] == "What is the capital of Germany?"
 
 
 def test_the_curl_command_sends_a_key_where_one_is_needed(loaded: Loaded) -> None:

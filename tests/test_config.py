@@ -58,6 +58,7 @@ def test_every_setting_is_read_from_every_source(name: str, tmp_path: Path) -> N
     """A setting that one source forgets, or that is parsed into the wrong field."""
     samples = {
         "cache_dir": "/x", "kv_cache_dtype": "int8", "batching": "static", "backend": "reference", "isa": "avx2",
+            "activation_dtype": "int16",
         "cors_origin": "https://example.org", "body_limit_bytes": "8MiB", "kv_memory": "2GiB",
         "memory_utilization": "0.5", "prefix_caching": "false",
     }  # fmt: skip

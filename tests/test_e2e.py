@@ -20,7 +20,7 @@ from process import Server, serving
 
 FIXTURES = Path(__file__).parent / "fixtures"
 QUESTIONS = [
-    "What is the capital of France?",
+    "What is the capital of Germany?",
     "Name three colours.",
     "Why is the sky blue? Answer at length.",
     "Write a short poem about snow.",
@@ -56,11 +56,11 @@ def ask_streamed(client: OpenAI, question: str, stamps: list[float] | None = Non
     return text
 
 
-def test_capital_of_france_streamed_and_not(server: Server) -> None:
+def test_capital_of_germany_streamed_and_not(server: Server) -> None:
     """Fault: the model does not speak sense, or a stream loses or adds text."""
     client = server.client()
     whole = ask(client, QUESTIONS[0])
-    assert "Paris" in whole
+    assert "Berlin" in whole
     assert ask_streamed(client, QUESTIONS[0]) == whole
 
 

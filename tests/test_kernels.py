@@ -13,6 +13,7 @@ import pytest
 from chairlift import _native
 from chairlift.kernels import sampling
 from chairlift.kernels.ops import F32, SAMPLE_DTYPE
+from chairlift.kernels.rounding import ActivationBits
 from chairlift.models.quant import BLOCK, GGML_TYPES, LARGEST, Quantised, bytes_of, decode, quantise_rows
 from chairlift.models.spec import RawTensor
 
@@ -31,6 +32,7 @@ WIDE_SHAPES = [shape for shape in MATMUL_SHAPES if shape[1] % 256 == 0]
 
 each_isa = pytest.mark.parametrize("isa", ISAS)
 each_type = pytest.mark.parametrize("kind", TYPES)
+BITS: tuple[ActivationBits, ...] = (8, 16)
 
 
 def block_of(kind: str) -> int:
@@ -75,22 +77,24 @@ def pack(*tensors: RawTensor, release_pages: bool = False) -> Any:
     return _native.pack(parts, tensors[0].shape[1], POOL, release_pages)
 
 
-def multiply(isa: str, matrix: Any, x: F32, bias: F32 | None = None, residual: F32 | None = None) -> F32:
+def multiply(
+    isa: str, matrix: Any, x: F32, bits: ActivationBits, bias: F32 | None = None, residual: F32 | None = None
+) -> F32:
     if matrix.layout in LEVEL_LAYOUTS:
-        result: F32 = kernels.matmul_rounded(isa, matrix, *quantise_rows(x), bias, residual)
+        result: F32 = kernels.matmul_rounded(isa, matrix, quantise_rows(x, bits), bits, bias, residual)
     else:
         result = kernels.matmul_float(isa, matrix, x, bias, residual)
     return result
 
 
-def exact(tensor: RawTensor, x: F32) -> tuple[Any, Any]:
+def exact(tensor: RawTensor, x: F32, bits: ActivationBits = 16) -> tuple[Any, Any]:
     """x @ w.T in float64 on the rounded activations, and the terms' summed magnitudes, which bound f32 rounding."""
     weights = decode(tensor)
     if not isinstance(weights, Quantised):
         w = weights.astype(np.float64)
         return x @ w.T, np.abs(x) @ np.abs(w).T
     weights = weights.with_half_scales()
-    q, scale = quantise_rows(x)
+    q, scale = quantise_rows(x, bits)
     scale = scale.repeat(BLOCK // weights.group, axis=1)
     blocks = q.reshape(len(q), -1, weights.group).astype(np.float64)
     levels = weights.q.astype(np.float64).reshape(len(weights.q), -1, weights.group) - weights.zero
@@ -112,10 +116,11 @@ def test_matmul_is_the_product(isa: str, kind: str) -> None:
     """A lane, nibble, block, panel or scale taken from the wrong place; a remainder of outputs that is dropped."""
     for outputs, cols in MATMUL_SHAPES if block_of(kind) < 256 else WIDE_SHAPES:
         tensor = random_tensor(kind, outputs, cols)
-        x = activations(5, cols)
-        expected, size = exact(tensor, x)
-        error = np.abs(multiply(isa, pack(tensor), x) - expected)
-        assert (error <= 8 * EPS * size).all(), (outputs, cols)
+        x = activations(9, cols)
+        for bits in BITS:
+            expected, size = exact(tensor, x, bits)
+            error = np.abs(multiply(isa, pack(tensor), x, bits) - expected)
+            assert (error <= 8 * EPS * size).all(), (outputs, cols, bits)
 
 
 @each_isa
@@ -125,9 +130,10 @@ def test_a_row_does_not_depend_on_its_company(isa: str, kind: str) -> None:
     cols = at_least(160, kind)
     matrix = pack(random_tensor(kind, 40, cols))
     x = activations(33, cols)
-    alone = np.concatenate([multiply(isa, matrix, x[i : i + 1]) for i in range(len(x))])
-    for rows in [*range(1, 10), 33]:
-        assert (multiply(isa, matrix, x[:rows]) == alone[:rows]).all()
+    for bits in BITS:
+        alone = np.concatenate([multiply(isa, matrix, x[i : i + 1], bits) for i in range(len(x))])
+        for rows in [*range(1, 10), 33]:
+            assert (multiply(isa, matrix, x[:rows], bits) == alone[:rows]).all()
 
 
 @each_isa
@@ -137,7 +143,7 @@ def test_inputs_that_are_not_whole_blocks(isa: str, kind: str) -> None:
     tensor = random_tensor(kind, 20, 39)
     x = activations(3, 39)
     expected, size = exact(tensor, x)
-    assert (np.abs(multiply(isa, pack(tensor), x) - expected) <= 8 * EPS * size).all()
+    assert (np.abs(multiply(isa, pack(tensor), x, 16) - expected) <= 8 * EPS * size).all()
 
 
 @each_isa
@@ -160,12 +166,13 @@ def test_the_largest_products_do_not_saturate(isa: str, kind: str, sign: int) ->
         data[:, 208:] = np.array([1], np.float16).view(np.uint8)
     tensor = RawTensor("extreme", (16, cols), kind, data.reshape(-1))
     assert len(np.unique(held(tensor))) == 1
-    for level in (LARGEST, -LARGEST, LARGEST - 128, 128 - LARGEST):
+    wide = [LARGEST, -LARGEST, LARGEST - 128, 128 - LARGEST]
+    for bits, level in [(8, 254), (8, -254), *((16, level) for level in wide)]:
         q = np.zeros((1, cols), np.int16)
         q[0, -32:] = level
         scale = np.ones((1, cols // 32), np.float32)
         expected = held(tensor) @ q[0].astype(np.float32)
-        assert (kernels.matmul_rounded(isa, pack(tensor), q, scale)[0] == expected).all()
+        assert (kernels.matmul_rounded(isa, pack(tensor), (q, scale), bits)[0] == expected).all()
 
 
 @each_isa
@@ -176,10 +183,11 @@ def test_bias_and_residual_are_added_in_this_order(isa: str, kind: str) -> None:
     matrix = pack(random_tensor(kind, 21, cols))
     x = activations(9, cols)
     bias, residual = activations(1, 21)[0], activations(9, 21)
-    plain = multiply(isa, matrix, x)
-    assert (multiply(isa, matrix, x, bias) == plain + bias).all()
-    assert (multiply(isa, matrix, x, None, residual) == plain + residual).all()
-    assert (multiply(isa, matrix, x, bias, residual) == (plain + bias) + residual).all()
+    for bits in BITS:
+        plain = multiply(isa, matrix, x, bits)
+        assert (multiply(isa, matrix, x, bits, bias) == plain + bias).all()
+        assert (multiply(isa, matrix, x, bits, None, residual) == plain + residual).all()
+        assert (multiply(isa, matrix, x, bits, bias, residual) == (plain + bias) + residual).all()
 
 
 @each_isa
@@ -189,8 +197,8 @@ def test_stacked_matrices_equal_separate_ones(isa: str, kind: str) -> None:
     cols = at_least(64, kind)
     parts = [random_tensor(kind, rows, cols, seed=rows) for rows in (9, 48, 3)]
     x = activations(4, cols)
-    separate = np.concatenate([multiply(isa, pack(part), x) for part in parts], axis=1)
-    assert (multiply(isa, pack(*parts), x) == separate).all()
+    separate = np.concatenate([multiply(isa, pack(part), x, 8) for part in parts], axis=1)
+    assert (multiply(isa, pack(*parts), x, 8) == separate).all()
 
 
 @each_isa
@@ -199,8 +207,8 @@ def test_types_of_one_layout_stack(isa: str, kind: str, other: str) -> None:
     """A stack decoded by the type of its first part: a mixed file's Q in Q4_K beside K in Q4_1."""
     parts = [random_tensor(kind, 9, 256), random_tensor(other, 30, 256)]
     x = activations(3, 256)
-    separate = np.concatenate([multiply(isa, pack(part), x) for part in parts], axis=1)
-    assert (multiply(isa, pack(*parts), x) == separate).all()
+    separate = np.concatenate([multiply(isa, pack(part), x, 8) for part in parts], axis=1)
+    assert (multiply(isa, pack(*parts), x, 8) == separate).all()
 
 
 @each_type
@@ -262,7 +270,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
 def test_an_unknown_level_is_named() -> None:
     """A forced level that this machine lacks must say so, not crash on an illegal instruction."""
     with pytest.raises(ValueError, match=r"neon.*portable"):
-        multiply("neon", pack(random_tensor("F32", 1, 32)), activations(1, 32))
+        multiply("neon", pack(random_tensor("F32", 1, 32)), activations(1, 32), 8)
 
 
 # Sampling

@@ -46,9 +46,9 @@ def row_errors(got: F32, expected: F32) -> F32:
 def check_close(got: F32, expected: F32) -> None:
     """Equal to float rounding, until a lane lies so near a tie that it rounds the other way: by a level of that lane.
 
-    A level is 3e-5 of the largest of 32 activations, 4e-3 of a query, key, value or softmax weight in bf16, 8e-3 of a
-    head's largest in int8; later rows of the sequence see what it moves. The median row of short sequences is free of
-    all but the first.
+    A level is 3e-5 of the largest of 32 activations in 16 bits and 4e-3 of their range in 8, 4e-3 of a query, key,
+    value or softmax weight in bf16, 8e-3 of a head's largest in int8; later rows of the sequence see what it moves.
+    The median row of short sequences is free of all but the first.
     """
     errors = row_errors(got, expected)
     assert np.quantile(errors, 0.1) < 5e-5

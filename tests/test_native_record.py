@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import ModelError
-from chairlift.kernels import record
+from chairlift.kernels import record, rounding
 from chairlift.kernels.native import Buffers, Lanes, place_output, rope_frequencies
 from chairlift.kernels.record import Node, Recorder, Value, WeightKinds
 from chairlift.models.llama import forward, layer_shapes
@@ -30,12 +30,13 @@ SPEC = ModelSpec(
     rope=RopeSpec(16),
 )
 KINDS = WeightKinds(
-    layout_of=lambda name: {"Q4_0": "w4", "Q8_0": "w8"}.get(name, "f32"), takes_rounded=lambda n: n[0] == "Q"
+    layout_of=lambda name: {"Q4_0": "w4", "Q8_0": "w8"}.get(name, "f32"),
+    input_bits=lambda weight: rounding.input_bits(weight.name, 8) if weight.type_name[0] == "Q" else 32,
 )
 
 
-def weight(shape: tuple[int, ...], type_name: str = "Q4_0") -> RawTensor:
-    return RawTensor("w", shape, type_name, np.zeros(0, np.uint8))
+def weight(shape: tuple[int, ...], type_name: str = "Q4_0", name: str = "ffn_up.weight") -> RawTensor:
+    return RawTensor(name, shape, type_name, np.zeros(0, np.uint8))
 
 
 def llama(types: dict[str, str]) -> list[Node]:
@@ -45,19 +46,19 @@ def llama(types: dict[str, str]) -> list[Node]:
     tensors = {}
     for name, shape in shapes.items():
         type_name = types.get(name.split(".")[-2], "Q4_0") if len(shape) == 2 else "F32"
-        tensors[name] = weight(shape, type_name)
+        tensors[name] = weight(shape, type_name, name)
     recorder = Recorder(SPEC)
     forward(recorder, SPEC, tensors)
     return record.fuse(recorder.nodes, KINDS)
 
 
 def described(nodes: list[Node]) -> list[str]:
-    """Each node as kind, number of stacked weights, + for a residual, ' for int8 outputs."""
+    """Each node as kind, number of stacked weights, + for a residual, ' for outputs of 16 bits and " for 8."""
     return [
         n.kind
         + (str(len(n.weights)) if n.kind == "linear" else "")
         + "+" * (n.residual is not None)
-        + "'" * n.outputs[0].rounded
+        + {32: "", 16: "'", 8: '"'}[n.outputs[0].bits]
         for n in nodes
     ]
 
@@ -70,11 +71,11 @@ def test_a_quantised_llama_layer_is_ten_ops() -> None:
         "rope",
         "rope",
         "attend",
-        "quantise'",
+        'quantise"',
         "linear1+",
-        "rms_norm'",
+        'rms_norm"',
         "linear2",
-        "swiglu'",
+        'swiglu"',
     ]
     assert described(llama({})) == ["embed", *layer, "linear1+", *layer, "linear1+", "logits"]
 
@@ -82,15 +83,15 @@ def test_a_quantised_llama_layer_is_ten_ops() -> None:
 def test_mixed_types_stack_by_layout() -> None:
     """Weights of different layouts put into one matrix, or a rounding made twice for the two products."""
     kinds = described(llama({"attn_v": "Q8_0", "ffn_up": "F32"}))
-    attention = ["rms_norm'", "linear2", "linear1", "rope", "rope", "attend", "quantise'", "linear1+"]
+    attention = ["rms_norm'", "linear2", "linear1", "rope", "rope", "attend", 'quantise"', "linear1+"]
     assert kinds[1:9] == attention
-    assert kinds[9:15] == ["rms_norm", "quantise'", "linear1", "linear1", "swiglu'", "linear1+"]
+    assert kinds[9:15] == ["rms_norm", 'quantise"', "linear1", "linear1", 'swiglu"', "linear1+"]
 
 
 def test_float_weights_need_no_rounding() -> None:
     """Activations rounded to int8 for weights that do not ask for it."""
     types = dict.fromkeys([name.split(".")[0] for name in layer_shapes(SPEC)], "F16")
-    assert not any(value.rounded for node in llama(types) for value in node.outputs)
+    assert all(value.bits == 32 for node in llama(types) for value in node.outputs)
 
 
 def test_the_last_norm_is_left_to_the_logit_rows() -> None:
@@ -109,7 +110,7 @@ def test_a_sum_that_others_read_too_is_kept() -> None:
     again = recorder.add(total, late)
     recorder.logits(again, weight((50, 64)))
     nodes = record.fuse(recorder.nodes, KINDS)
-    assert described(nodes) == ["embed", "quantise'", "linear1", "linear1", "add", "add", "logits"]
+    assert described(nodes) == ["embed", 'quantise"', "linear1", "linear1", "add", "add", "logits"]
 
 
 def test_a_norm_that_others_read_is_rounded_beside() -> None:
@@ -120,7 +121,19 @@ def test_a_norm_that_others_read_is_rounded_beside() -> None:
     y = recorder.add(h, recorder.linear(h, weight((64, 64))))
     recorder.logits(y, weight((50, 64)))
     nodes = record.fuse(recorder.nodes, KINDS)
-    assert described(nodes) == ["embed", "rms_norm", "quantise'", "linear1+", "logits"]
+    assert described(nodes) == ["embed", "rms_norm", 'quantise"', "linear1+", "logits"]
+
+
+def test_a_value_is_rounded_to_what_each_product_asks_for() -> None:
+    """One rounding for two products that want different ones: a query from 8 bits, or an MLP at twice the cost."""
+    recorder = Recorder(SPEC)
+    x = recorder.rms_norm(recorder.embed(weight((50, 64))), weight((64,), "F32"), 1e-5)
+    query = recorder.linear(x, weight((64, 64), name="attn_q.weight"))
+    up, gate = recorder.linear(x, weight((64, 64))), recorder.linear(x, weight((64, 64), name="ffn_gate.weight"))
+    recorder.logits(recorder.add(query, recorder.swiglu(gate, up)), weight((50, 64)))
+    nodes = record.fuse(recorder.nodes, KINDS)
+    products = ["quantise'", "linear1", 'quantise"', "linear2", "swiglu", "add"]
+    assert described(nodes) == ["embed", "rms_norm", *products, "logits"]
 
 
 def test_widths_are_checked_when_recorded() -> None:
@@ -164,10 +177,10 @@ def graphs(draw: st.DrawFn) -> list[Node]:
 def test_no_value_is_overwritten_before_its_last_reader(nodes: list[Node]) -> None:
     """Two living values in one place: answers that depend on which op ran last."""
     memory: dict[tuple[int, int], Value] = {}
-    kinds: list[tuple[int, bool]] = []
+    kinds: list[tuple[int, int]] = []
 
-    def add_buffer(width: int, int8: bool) -> int:
-        kinds.append((width, int8))
+    def add_buffer(width: int, bits: int) -> int:
+        kinds.append((width, bits))
         return len(kinds) - 1
 
     def cells(lanes: Lanes) -> list[tuple[int, int]]:
@@ -196,14 +209,14 @@ def test_no_value_is_overwritten_before_its_last_reader(nodes: list[Node]) -> No
 def test_layers_share_their_buffers() -> None:
     """An arena that grows with the number of layers."""
     nodes = llama({})
-    kinds: list[tuple[int, bool]] = []
+    kinds: list[tuple[int, int]] = []
 
-    def add_buffer(width: int, int8: bool) -> int:
-        kinds.append((width, int8))
+    def add_buffer(width: int, bits: int) -> int:
+        kinds.append((width, bits))
         return len(kinds) - 1
 
     buffers = Buffers(add_buffer, nodes)
     for at, node in enumerate(nodes[:-1]):
         place_output(buffers, node, at)
         buffers.release(node.reads(), at)
-    assert sorted(kinds) == sorted([(64, False), (64, True), (128, False), (64, False), (192, False), (96, True)])
+    assert sorted(kinds) == sorted([(64, 32), (64, 16), (128, 32), (64, 32), (64, 8), (192, 32), (96, 8)])

@@ -135,12 +135,13 @@ def new_program() -> _native.Program:
 def test_a_program_is_checked_as_it_is_recorded() -> None:
     """Operands that do not fit together, found out as a stray write in the first step."""
     program = new_program()
-    wide, narrow = program.add_buffer(64, False), program.add_buffer(32, False)
-    rounded = program.add_buffer(64, True)
+    wide, narrow = program.add_buffer(64, 32), program.add_buffer(32, 32)
+    rounded = program.add_buffer(64, 16)
     vector = program.add_vector([1.0] * 64)
     refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: program.add_buffer(0, False), "at least one lane"),
-        (lambda: program.add_buffer(40, True), "whole blocks of 32"),
+        (lambda: program.add_buffer(0, 32), "at least one lane"),
+        (lambda: program.add_buffer(64, 4), "8, 16 or 32 bits"),
+        (lambda: program.add_buffer(40, 8), "whole blocks of 32"),
         (lambda: program.add_vector([]), "empty vector"),
         (lambda: program.add_rope([1.0] * 9, True), "wider than a head"),
         (lambda: program.add((wide, 0, 64), (narrow, 0, 32), (wide, 0, 64)), "widths differ"),

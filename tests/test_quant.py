@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -203,49 +203,63 @@ def test_what_cannot_be_decoded_names_the_tensor(tensor: RawTensor, expected: st
 ROWS = hnp.arrays(np.float32, (3, 64), elements=st.floats(-(2.0**100), 2.0**100, width=32))
 
 
+BITS = st.sampled_from((8, 16))
+
+
 @settings(max_examples=150, deadline=None)
-@given(ROWS)
-def test_quantise_rows_is_its_definition(x: F32) -> None:
+@given(ROWS, BITS)
+def test_quantise_rows_is_its_definition(x: F32, bits: Literal[8, 16]) -> None:
     """Guards against a changed rounding: the native kernel does the same operations one lane at a time."""
-    q, scale = quantise_rows(x)
-    assert (q.shape, scale.shape) == ((3, 64), (3, 2))
-    assert (q.dtype, scale.dtype) == (np.dtype(np.int16), np.dtype(np.float32))
+    levels, scale = quantise_rows(x, bits)
+    assert (levels.shape, scale.shape) == ((3, 64), (3, 2))
+    assert (levels.dtype, scale.dtype) == (np.dtype(np.int16), np.dtype(np.float32))
+    zero, half = np.float32(0), np.float32(0.5)
     for row in range(3):
         for block in range(2):
             lanes = x[row, 32 * block : 32 * block + 32]
-            amax = np.abs(lanes).max()
-            with np.errstate(divide="ignore", over="ignore"):
-                inverse = np.float32(LARGEST) / amax
-            inverse = inverse if np.isfinite(inverse) else np.float32(0)
-            assert scale[row, block] == amax / np.float32(LARGEST)
-            assert q[row, 32 * block : 32 * block + 32].tolist() == [int(np.rint(lane * inverse)) for lane in lanes]
+            top, bottom = max(zero, lanes.max()), min(zero, lanes.min())
+            width, steps = (top - bottom, np.float32(254)) if bits == 8 else (max(top, -bottom), np.float32(127 * 256))
+            with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+                inverse = steps / width
+                inverse = inverse if np.isfinite(inverse) else zero
+                offset = int(np.rint((top + bottom) * half * inverse))
+            expected = [int(np.rint(lane * inverse)) for lane in lanes]
+            if bits == 8:
+                expected = [min(127, max(-127, level - offset)) + offset for level in expected]
+            assert scale[row, block] == width / steps
+            assert levels[row, 32 * block : 32 * block + 32].tolist() == expected
 
 
 @settings(max_examples=100, deadline=None)
-@given(ROWS)
-def test_quantise_rows_error_and_independence(x: F32) -> None:
+@given(ROWS, BITS)
+def test_quantise_rows_error_and_independence(x: F32, bits: Literal[8, 16]) -> None:
     """Guards against a lane off by more than half a step, and against a row that depends on its neighbours."""
-    q, scale = quantise_rows(x)
-    assert (np.abs(q) <= LARGEST).all()
+    levels, scale = quantise_rows(x, bits)
+    blocks = levels.reshape(3, 2, 32)
+    assert (blocks.max(axis=2) - blocks.min(axis=2) <= (254 if bits == 8 else 2 * LARGEST)).all()
+    assert (np.abs(levels) <= (254 if bits == 8 else LARGEST)).all()
     step = scale.repeat(32, axis=1).astype(np.float64)
-    assert (np.abs(q * step - x) <= 0.505 * step + 2.0**-112).all()
+    # The ends of an 8-bit range may lie half a step beyond the byte that stands for them.
+    assert (np.abs(levels * step - x) <= (1.01 if bits == 8 else 0.505) * step + 2.0**-112).all()
     for row in range(3):
-        alone, alone_scale = quantise_rows(x[row : row + 1])
-        assert (alone == q[row]).all()
+        alone, alone_scale = quantise_rows(x[row : row + 1], bits)
+        assert (alone == levels[row]).all()
         assert (alone_scale == scale[row]).all()
 
 
-def test_quantise_rows_edges() -> None:
-    """Guards against rounding half away from zero, and against garbage from a division by a denormal."""
+@pytest.mark.parametrize(("bits", "top", "bottom"), [(8, 127, -127), (8, 254, 0), (8, 0, -254), (16, LARGEST, 0)])
+def test_quantise_rows_edges(bits: Literal[8, 16], top: int, bottom: int) -> None:
+    """Guards against rounding half away from zero, steps for a sign that no lane has, garbage from denormals."""
     x = np.zeros((5, 32), dtype=np.float32)
-    x[1, :5] = [LARGEST, 0.5, 1.5, 2.5, -0.5]
+    sign = 1 if top else -1
+    x[1, :6] = [top, bottom, 0.5 * sign, 1.5 * sign, 2.5 * sign, 0]
     x[2] = 1e-45
     x[3, 0] = np.inf
     x[4, 0] = np.nan
-    q, scale = quantise_rows(x)
-    assert q[1, :5].tolist() == [LARGEST, 0, 2, 2, 0]
-    assert not q[[0, 2, 3, 4]].any()
-    assert (scale[0, 0], scale[1, 0], scale[3, 0]) == (0, 1, np.inf)
-    assert np.isnan(scale[4, 0])
+    levels, scale = quantise_rows(x, bits)
+    assert levels[1, :6].tolist() == [top, bottom, 0, 2 * sign, 2 * sign, 0]
+    assert not levels[[0, 2, 3, 4]].any()
+    assert (scale[0, 0], scale[1, 0]) == (0, 1)
+    assert not np.isfinite(scale[3:, 0]).any()
     with pytest.raises(ModelError, match="width 33"):
-        quantise_rows(np.zeros((1, 33), dtype=np.float32))
+        quantise_rows(np.zeros((1, 33), dtype=np.float32), bits)

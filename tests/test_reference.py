@@ -25,6 +25,7 @@ from chairlift.kernels.reference import (
     load_weight,
     to_bf16,
 )
+from chairlift.kernels.rounding import ActivationBits
 from chairlift.kernels.sampling import log_softmax
 from chairlift.models import quant, registry
 from chairlift.models.gguf import GGUFFile
@@ -229,17 +230,18 @@ def random(shape: tuple[int, ...], seed: int = 0) -> F32:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("weight_type", tiny.WEIGHT_TYPES)
-def test_linear_is_the_matrix_product(tiny_gguf: TinyGGUF, weight_type: str) -> None:
+def test_linear_is_the_matrix_product(tiny_gguf: TinyGGUF, weight_type: str, bits: ActivationBits) -> None:
     """A scale, zero point or offset applied to the wrong block: against float64 on the dequantised numbers."""
-    tensor = raw(random((24, 256)), weight_type)
+    tensor = dataclasses.replace(raw(random((24, 256)), weight_type), name="blk.0.ffn_up.weight")
     x, bias = random((5, 256), 1) * np.float32(3), random((24,), 2)
     seen = x
     if weight_type.startswith("Q"):
-        q, scale = quant.quantise_rows(x)
+        q, scale = quant.quantise_rows(x, bits)
         seen = (q.reshape(5, 8, 32) * scale[:, :, None]).reshape(5, 256)
     exact = seen.astype(np.float64) @ held(tensor).astype(np.float64).T + bias
-    got = ops_for([0], spec_of(tiny_gguf)).linear(x, load_weight(tensor), load_weight(raw(bias, "F32")))
+    got = ops_for([0], spec_of(tiny_gguf)).linear(x, load_weight(tensor, bits), load_weight(raw(bias, "F32")))
     assert got.dtype == np.float32
     assert np.abs(got - exact).max() < 1e-6 * np.abs(exact).max()
 

@@ -130,6 +130,7 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
                 KVLayout(plan.num_blocks, plan.block_size, plan.kv_dtype),
                 max_rows=plan.max_num_batched_tokens,
                 threads=plan.threads,
+                activation_bits=plan.activation_bits,
             )
         timings |= model.load_s or loading  # the parts, where the backend tells them apart
         with _timed(timings, "tokenizer"):  # built meanwhile; this is what was left of it

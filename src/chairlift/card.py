@@ -41,6 +41,7 @@ def facts(loaded: Loaded) -> dict[str, Any]:
             "memory_available_bytes": machine.memory_available_bytes,
             "memory_limited_by": machine.memory_limited_by,
             "bandwidth_bytes_per_s": round(loaded.bandwidth),
+            "activation_bits": plan.activation_bits,
         },
         "kv": {
             "dtype": plan.kv_dtype,
@@ -74,7 +75,11 @@ def lines(loaded: Loaded) -> list[tuple[str, str]]:
         ("model", f"{model['name']}{also}: {model['title']}, {model['num_parameters'] / 1e6:,.0f} M parameters"),
         ("format", f"{model['format']}, weights {human(model['weight_bytes'])} in memory"),
         ("start", f"{sum(said['startup_s'].values()):.2f} s: {spent}"),
-        ("compute", f"{machine['isa']}, {_count(machine['threads'], 'thread')} ({machine['threads_reason']})"),
+        (
+            "compute",
+            f"{machine['isa']}, {_count(machine['threads'], 'thread')} ({machine['threads_reason']}), "
+            f"activations int{machine['activation_bits']}",
+        ),
         (
             "context",
             f"{limits['max_model_len']:,} tokens a request, each {human(kv['bytes_per_token'])} of KV ({kv['dtype']})",
@@ -119,7 +124,7 @@ def example(loaded: Loaded, url: str) -> str:
         body["prompt"] = "The capital of France is"
     else:
         endpoint = "chat/completions"
-        body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
+        body["messages"] = [{"role": "user", "content": "What is the capital of Germany?"}]
     parts = [f"curl {url}/v1/{endpoint}"]
     if loaded.config.api_key or loaded.config.api_key_file:
         parts.append('-H "Authorization: Bearer $API_KEY"')

@@ -49,6 +49,7 @@ class Plan:
     watchdog_s: float
     threads: int
     isa: str
+    activation_bits: Literal[8, 16] = 8
     max_queue_wait_s: float | None = None  # None: as long as it takes
     max_running_per_key: int | None = None
     notes: tuple[str, ...] = ()  # each thing that was lowered or chosen, and why
@@ -118,6 +119,7 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDis
         watchdog_s=config.watchdog_s,
         threads=_threads(config, machine, notes),
         isa=isa,
+        activation_bits=16 if config.activation_dtype == "int16" else 8,
         max_queue_wait_s=config.max_queue_wait,
         max_running_per_key=config.max_running_per_key,
         notes=tuple(notes),

@@ -53,35 +53,43 @@ PackedMatrix pack_random(SourceType type, int64_t rows, int64_t cols, Random& ra
     return pack(sources, cols, in_turn, false);
 }
 
-// The level that lane i of rounded rows stands for.
-int level_of(const std::vector<int8_t>& q, size_t i) {
-    const size_t at = i / kBlock * 2 * kBlock + i % kBlock;
-    return 256 * q[at] + q[at + kBlock];
+// The level that lane i of rounded rows stands for, in one byte or two.
+int level_of(const std::vector<int8_t>& q, size_t bytes, size_t i) {
+    const size_t at = i / kBlock * bytes * kBlock + i % kBlock;
+    return bytes == 1 ? q[at] : 256 * q[at] + q[at + kBlock];
 }
 
 // Rounded rows as the quantiser leaves them, or the same numbers as f32.
 struct RandomRows {
     RandomRows(int rows, int64_t cols, Random& random)
-        : values(static_cast<size_t>(rows * cols)),
+        : bytes(1 + static_cast<size_t>(random.below(2))),
+          values(static_cast<size_t>(rows * cols)),
           sum(values.size() / kBlock),
           half_sum(2 * sum.size()),
+          offset(2 * sum.size()),
           scale(random.reals(sum.size())) {
-        q.resize(2 * values.size());
+        for (size_t i = 0; i < sum.size() && bytes == 1; ++i) {
+            offset[2 * i] = offset[2 * i + 1] = static_cast<int16_t>(random.below(255) - 127);
+        }
+        q.resize(bytes * values.size());
         for (int8_t& byte : q) byte = static_cast<int8_t>(random.below(255) - 127);
         for (size_t i = 0; i < values.size(); ++i) {
             if (i / kBlock >= sum.size()) {
                 values[i] = random.real();
                 continue;
             }
-            sum[i / kBlock] += level_of(q, i);
-            half_sum[2 * i / kBlock] += level_of(q, i);
-            values[i] = static_cast<float>(level_of(q, i)) * scale[i / kBlock];
+            const int level = level_of(q, bytes, i) + offset[2 * (i / kBlock)];
+            sum[i / kBlock] += level;
+            half_sum[2 * i / kBlock] += level;
+            values[i] = static_cast<float>(level) * scale[i / kBlock];
         }
     }
 
+    size_t bytes;
     std::vector<float> values;
     std::vector<int32_t> sum;
     std::vector<int32_t> half_sum;
+    std::vector<int16_t> offset;
     std::vector<float> scale;
     std::vector<int8_t> q;
 };
@@ -91,8 +99,10 @@ std::vector<float> product(const Kernels& kernels, const PackedMatrix& matrix, c
     std::vector<float> out(static_cast<size_t>(rows * matrix.rows()));
     MatmulArgs args{};
     args.weights = matrix.view();
-    args.x = {x.values.data() + first * cols, cols, x.q.data() + 2 * first * cols, x.scale.data() + first * (cols / kBlock),
-              x.sum.data() + first * (cols / kBlock), x.half_sum.data() + 2 * first * (cols / kBlock)};
+    const int64_t block = first * (cols / kBlock);
+    const int bytes = static_cast<int>(x.bytes);
+    args.x = {x.values.data() + first * cols, cols, bytes, x.q.data() + bytes * first * cols, x.scale.data() + block,
+              x.offset.data() + 2 * block, x.sum.data() + block, x.half_sum.data() + 2 * block};
     args.num_rows = rows;
     args.out = out.data();
     args.out_stride = matrix.rows();
@@ -243,21 +253,24 @@ void rows_once(const ElementwiseKernels& kernels, Random& random) {
 }
 
 void quantise_once(const ElementwiseKernels& kernels, Random& random) {
-    const size_t blocks = 1 + static_cast<size_t>(random.below(9));
+    const size_t bytes = 1 + static_cast<size_t>(random.below(2));
+    const size_t blocks = 1 + static_cast<size_t>(random.below(40));
     std::vector<float> x = random.reals(blocks * kBlock);
     if (random.below(4) == 0) x[0] = std::nanf("");
     if (random.below(4) == 0) std::fill(x.begin(), x.begin() + kBlock, 0.0F);
-    std::vector<int8_t> q(2 * x.size());
+    std::vector<int8_t> q(bytes * x.size());
     std::vector<float> scales(blocks);
+    std::vector<int16_t> offsets(2 * blocks);
     std::vector<int32_t> sums(blocks);
     std::vector<int32_t> half_sums(2 * blocks);
-    kernels.quantise(x.data(), static_cast<int>(x.size()), q.data(), scales.data(), sums.data(), half_sums.data());
+    kernels.quantise[bytes - 1](x.data(), static_cast<int>(x.size()), {q.data(), scales.data(), offsets.data(), sums.data(), half_sums.data()});
     std::vector<int32_t> expected(blocks);
     std::vector<int32_t> expected_halves(2 * blocks);
     for (size_t i = 0; i < x.size(); ++i) {
-        expected[i / kBlock] += level_of(q, i);
-        expected_halves[2 * i / kBlock] += level_of(q, i);
-        CHECK(std::abs(level_of(q, i)) <= 127 * 256);
+        const int offset = bytes == 1 ? offsets[2 * (i / kBlock)] : 0;
+        expected[i / kBlock] += level_of(q, bytes, i) + offset;
+        expected_halves[2 * i / kBlock] += level_of(q, bytes, i) + offset;
+        CHECK(std::abs(level_of(q, bytes, i)) <= (bytes == 1 ? 127 : 127 * 256));
     }
     CHECK(sums == expected);
     CHECK(half_sums == expected_halves);

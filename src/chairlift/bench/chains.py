@@ -20,11 +20,13 @@ import numpy as np
 from chairlift import cost
 from chairlift.bench import shapes
 from chairlift.kernels.ops import SAMPLE_DTYPE, Backend, KVDtype, KVLayout, Model, Ops, StepArrays
+from chairlift.kernels.rounding import ActivationBits
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
 Unit = Literal["dot", "fma", "bf16"]
 """Whether the work is 8-bit products, f32 multiply-adds or products of bf16: which ceiling it stands below."""
 Weights = Mapping[str, Any]
+FLOAT_LAYOUTS = ("f16", "bf16", "f32")
 VOCAB = 256
 BLOCK_SIZE = 16
 WORKING_SET_BYTES = 96 << 20
@@ -61,6 +63,7 @@ class Chain:
     inputs: tuple[str, ...] = ("x",)
     unit: Unit | None = None
     kv_dtype: KVDtype = "bf16"
+    activation_bits: ActivationBits = 8
 
     def shortened(self, links: int) -> Chain:
         """The same with so many links at most; with none, what every chain costs around them."""
@@ -71,7 +74,9 @@ class Chain:
         """For steps of that many rows at most, with a KV pool of that many blocks."""
         kv = KVLayout(blocks, BLOCK_SIZE, self.kv_dtype)
         forward = partial(_forward, self.link, self.inputs)
-        return backend.load(self.spec, forward, self.tensors, kv, max_rows=rows, threads=threads)
+        return backend.load(
+            self.spec, forward, self.tensors, kv, max_rows=rows, threads=threads, activation_bits=self.activation_bits
+        )
 
 
 def _forward(link: Link, inputs: Sequence[str], ops: Ops[Any, Any], spec: ModelSpec, weights: Weights) -> Any:
@@ -81,10 +86,14 @@ def _forward(link: Link, inputs: Sequence[str], ops: Ops[Any, Any], spec: ModelS
     return ops.logits(x, weights["head"])
 
 
-def matmul(weight_type: str, layout: str, hidden: int, ffn: int) -> Chain:
-    """hidden -> ffn -> hidden: two products and the rounding of their inputs; every link has matrices of its own."""
+def matmul(weight_type: str, layout: str, hidden: int, ffn: int, bits: ActivationBits = 8) -> Chain:
+    """hidden -> ffn -> hidden: two products and the rounding of their inputs; every link has matrices of its own.
+
+    `bits` are those of the inputs where the layout is one of levels.
+    """
     rng = np.random.default_rng(0)
-    up, down = random_tensor(rng, weight_type, ffn, hidden), random_tensor(rng, weight_type, hidden, ffn)
+    up = replace(random_tensor(rng, weight_type, ffn, hidden), name="ffn_up.weight")
+    down = replace(random_tensor(rng, weight_type, hidden, ffn), name="ffn_down.weight")
     links = math.ceil(WORKING_SET_BYTES / (up.data.size + down.data.size))
     tensors = _tables(rng, hidden, "x")
     for index in range(links):  # another object is another matrix, though its bytes are the same
@@ -94,8 +103,11 @@ def matmul(weight_type: str, layout: str, hidden: int, ffn: int) -> Chain:
         wide = at.ops.linear(at.x, at.weights[f"up.{at.index}"])
         return at.ops.linear(wide, at.weights[f"down.{at.index}"])
 
-    unit: Unit = "fma" if layout in ("f16", "bf16", "f32") else "dot"
-    return Chain(f"matmul {layout}", f"{hidden} x {ffn} x {hidden}", _spec(hidden, links), link, tensors, unit=unit)
+    what = f"{hidden} x {ffn} x {hidden}"
+    if layout in FLOAT_LAYOUTS:
+        return Chain(f"matmul {layout}", what, _spec(hidden, links), link, tensors, unit="fma")
+    name = f"matmul {layout} a{bits}"
+    return Chain(name, what, _spec(hidden, links), link, tensors, unit="dot", activation_bits=bits)
 
 
 def attention(heads: int, kv_heads: int, head_dim: int, kv_dtype: KVDtype) -> Chain:

@@ -19,7 +19,7 @@ _TITLES = {
     "rows": "Row ops",
 }
 _NOTES = {
-    "matmul": "GB/s of packed weights. Inputs of 16 bits take two 8-bit products: half of dot's peak is the most.",
+    "matmul": "GB/s of packed weights. a8, a16: bits of the inputs; 16 take two 8-bit products each.",
     "attention": 'GB/s of keys and values. "5 at 4,000": five sequences, one new row each, 4,000 tokens in the cache.',
     "rows": "GB/s of operands and result, which a cache holds.",
 }

@@ -27,6 +27,7 @@ from chairlift.kernels import sampling
 from chairlift.kernels.native import NativeBackend, available_isas
 from chairlift.kernels.ops import F32, SAMPLE_DTYPE, Backend
 from chairlift.kernels.reference import ReferenceBackend
+from chairlift.kernels.rounding import ActivationBits
 from chairlift.models import quant
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
@@ -180,7 +181,9 @@ def cases(wanted: Wanted) -> Iterator[tuple[str, Chain, list[list[Piece]]]]:
     if "matmul" in wanted.kinds:
         for hidden, ffn in SHAPES[:most]:
             for layout, weight_type in layouts().items():
-                yield "matmul", chains.matmul(weight_type, layout, hidden, ffn), rows
+                choices: tuple[ActivationBits, ...] = (8,) if layout in chains.FLOAT_LAYOUTS else (8, 16)
+                for bits in choices:
+                    yield "matmul", chains.matmul(weight_type, layout, hidden, ffn, bits), rows
     if "attention" in wanted.kinds:
         decodes = [[Piece(context, 1)] * count for count, context in (DECODES[::2] if wanted.quick else DECODES)]
         chunks = [[Piece(start, count)] for start, count in CHUNKS]

@@ -17,7 +17,8 @@ from chairlift import _native
 from chairlift.errors import ConfigError, DoesNotFit, EngineError, ModelError
 from chairlift.kernels import record
 from chairlift.kernels.ops import MAX_TOP, SAMPLE_DTYPE, Forward, KVLayout, LogitResult, StepArrays
-from chairlift.kernels.record import Node, Value
+from chairlift.kernels.record import Node, Value, WeightKinds
+from chairlift.kernels.rounding import ActivationBits, input_bits
 from chairlift.models import quant
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
@@ -26,7 +27,6 @@ Lanes = tuple[int, int, int]
 
 NOTHING: Lanes = (-1, 0, 0)
 BLOCK_SIZE = 16
-WEIGHT_KINDS = record.WeightKinds(_native.layout_of, _native.takes_rounded)
 
 
 def available_isas() -> list[str]:
@@ -56,6 +56,7 @@ class NativeBackend:
         *,
         max_rows: int,
         threads: int,
+        activation_bits: ActivationBits = 8,
     ) -> NativeModel:
         """Packs the weights in parallel and allocates pool and activations.
 
@@ -76,11 +77,20 @@ class NativeBackend:
             cache = _native.make_cache(kv.dtype, sizes, pool)
             cached_s = time.perf_counter()
             program = _native.Program(self.isa, pool, cache, max_rows, spec.vocab_size)
-            emitter = Emitter(program, pool)
-            emitter.emit(record.fuse(recorder.nodes, WEIGHT_KINDS))
+            kinds = weight_kinds(activation_bits)
+            Emitter(program, pool, kinds).emit(record.fuse(recorder.nodes, kinds))
             program.finish()
         load_s = {"KV": cached_s - start_s, "weights": time.perf_counter() - cached_s}
         return NativeModel(program, cache, spec.vocab_size, load_s)
+
+
+def weight_kinds(activation_bits: ActivationBits) -> WeightKinds:
+    """How the core holds and multiplies weights."""
+
+    def bits(weight: RawTensor) -> int:
+        return input_bits(weight.name, activation_bits) if _native.takes_rounded(weight.type_name) else 32
+
+    return WeightKinds(_native.layout_of, bits)
 
 
 class NativeModel:
@@ -137,13 +147,13 @@ class NativeModel:
 class Buffers:
     """Which lanes each value lives in. A buffer is used again once all of its values were read for the last time."""
 
-    def __init__(self, add_buffer: Callable[[int, bool], int], nodes: Sequence[Node]) -> None:
+    def __init__(self, add_buffer: Callable[[int, int], int], nodes: Sequence[Node]) -> None:
         self._add_buffer = add_buffer
         self._last_read = {value: i for i, node in enumerate(nodes) for value in node.reads()}
         self._lanes: dict[Value, Lanes] = {}
         self._num_living: Counter[int] = Counter()
-        self._kinds: dict[int, tuple[int, bool]] = {}
-        self._free: dict[tuple[int, bool], list[int]] = {}
+        self._kinds: dict[int, tuple[int, int]] = {}
+        self._free: dict[tuple[int, int], list[int]] = {}
 
     def lanes(self, value: Value) -> Lanes:
         """Where a value that was placed lives."""
@@ -151,7 +161,7 @@ class Buffers:
 
     def place(self, values: Sequence[Value]) -> Lanes:
         """Gives values one buffer, side by side, and returns the whole of it."""
-        kind = (sum(value.width for value in values), values[0].rounded)
+        kind = (sum(value.width for value in values), values[0].bits)
         free = self._free.get(kind)
         buffer = free.pop() if free else self._add_buffer(*kind)
         self._kinds[buffer] = kind
@@ -164,7 +174,7 @@ class Buffers:
 
     def replace(self, old: Value, new: Value, at: int) -> Lanes | None:
         """Lets `new` take the lanes of `old` when node `at` is the last to read it and the two are alike; None else."""
-        if self._last_read[old] != at or (old.width, old.rounded) != (new.width, new.rounded):
+        if self._last_read[old] != at or (old.width, old.bits) != (new.width, new.bits):
             return None
         self._lanes[new] = self._lanes.pop(old)
         return self._lanes[new]
@@ -182,9 +192,10 @@ class Buffers:
 class Emitter:
     """Writes fused nodes into a Program, packing each weight as it is first needed."""
 
-    def __init__(self, program: _native.Program, pool: _native.Pool) -> None:
+    def __init__(self, program: _native.Program, pool: _native.Pool, kinds: WeightKinds) -> None:
         self._program = program
         self._pool = pool
+        self._kinds = kinds
         self._matrices: dict[tuple[int, ...], int] = {}
         self._vectors: dict[tuple[int, ...], int] = {}
         self._ropes: dict[RopeSpec, int] = {}
@@ -234,7 +245,8 @@ class Emitter:
 
     def _logits(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
         norm = self._vector(node.weights[1:]) if len(node.weights) > 1 else -1
-        self._program.logits(inputs[0], norm, node.eps, self._matrix(node.weights[:1]))
+        head = node.weights[0]
+        self._program.logits(inputs[0], norm, node.eps, self._matrix([head]), self._kinds.input_bits(head))
 
     def _matrix(self, tensors: Sequence[RawTensor]) -> int:
         """The packed matrix of tensors stacked by rows; the same tensors give the same one (tied embeddings)."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.kernels.rounding import ActivationBits
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
 I32 = npt.NDArray[np.int32]
@@ -38,7 +39,8 @@ class Ops(Protocol[X, W]):
         """x / sqrt(mean(x^2) + eps) * weight over each group of len(weight) lanes: a head's norm when shorter."""
 
     def linear(self, x: X, weight: W, bias: W | None = None) -> X:
-        """x @ weight.T + bias. For quantised weights x is rounded to 16 bits per 32 lanes."""
+        """x @ weight.T + bias. For quantised weights x is rounded per 32 lanes, to as many
+        bits as `rounding.input_bits` says of the weight."""
 
     def rope(self, x: X, rope: RopeSpec) -> X:
         """Rotates each head at the step's positions; a head is spec.head_dim lanes."""
@@ -161,5 +163,6 @@ class Backend(Protocol):
         *,
         max_rows: int,
         threads: int,
+        activation_bits: ActivationBits = 8,
     ) -> Model:
         """Packs the weights (in parallel) and allocates the pool. `max_rows` bounds a step's rows for good."""

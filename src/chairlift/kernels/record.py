@@ -25,10 +25,10 @@ Kind = Literal["embed", "rms_norm", "linear", "rope", "attend", "swiglu", "add",
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """One activation, (rows, width); `rounded` when it is held as 16-bit levels with a scale per 32 lanes."""
+    """One activation, (rows, width), of 32 bits a lane: float32; or of 8 or 16: levels with a scale per 32 lanes."""
 
     width: int
-    rounded: bool = False
+    bits: int = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -54,10 +54,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class WeightKinds:
-    """What the core says of a weight type: its layout's name, and whether it multiplies rounded activations."""
+    """How a weight is held and multiplied: the layout of its type, and the bits of its input's lanes (32: float32)."""
 
     layout_of: Callable[[str], str]
-    takes_rounded: Callable[[str], bool]
+    input_bits: Callable[[RawTensor], int]
 
 
 class Recorder:
@@ -132,10 +132,12 @@ def fuse(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
 def stack_linears(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
     """Joins linears of one input whose weights share a layout (q, k, v; gate, up) into one product."""
     stacked: list[Node] = []
-    open_stacks: dict[tuple[int, str, bool], Node] = {}
+    open_stacks: dict[tuple[int, str, int, bool], Node] = {}
     for node in nodes:
         if node.kind == "linear":
-            key = (id(node.inputs[0]), kinds.layout_of(node.weights[0].type_name), bool(node.biases))
+            weight = node.weights[0]
+            layout, bits = kinds.layout_of(weight.type_name), kinds.input_bits(weight)
+            key = (id(node.inputs[0]), layout, bits, bool(node.biases))
             if key in open_stacks:
                 first = open_stacks[key]
                 first.weights += node.weights
@@ -191,23 +193,24 @@ def can_round(node: Node) -> bool:
 def round_inputs(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
     """Gives integer products rounded inputs: a value is rounded once, by its maker when nothing else reads it."""
 
-    def is_integer(node: Node) -> bool:
-        return node.kind == "linear" and kinds.takes_rounded(node.weights[0].type_name)
+    def input_bits(node: Node) -> int:
+        return kinds.input_bits(node.weights[0]) if node.kind == "linear" else 32
 
     uses = count_uses(nodes)
-    integer_uses = Counter(node.inputs[0] for node in nodes if is_integer(node))
+    alike = Counter((node.inputs[0], input_bits(node)) for node in nodes if node.kind == "linear")
     makers = {value: node for node in nodes for value in node.outputs}
-    rounded: dict[Value, Value] = {}
+    rounded: dict[tuple[Value, int], Value] = {}
     result: list[Node] = []
     for node in nodes:
-        if is_integer(node):
+        bits = input_bits(node)
+        if bits != 32:
             x = node.inputs[0]
-            if can_round(makers[x]) and uses[x] == integer_uses[x]:
-                x.rounded = True
+            if can_round(makers[x]) and uses[x] == alike[x, bits]:
+                x.bits = bits
             else:
-                if x not in rounded:
-                    rounded[x] = Value(x.width, rounded=True)
-                    result.append(Node("quantise", [x], [rounded[x]]))
-                node.inputs = [rounded[x]]
+                if (x, bits) not in rounded:
+                    rounded[x, bits] = Value(x.width, bits)
+                    result.append(Node("quantise", [x], [rounded[x, bits]]))
+                node.inputs = [rounded[x, bits]]
         result.append(node)
     return result

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from chairlift.kernels import sampling
 from chairlift.kernels.ops import F32, I32, MAX_TOP, Forward, KVDtype, KVLayout, LogitResult, StepArrays
+from chairlift.kernels.rounding import ActivationBits, input_bits
 from chairlift.kernels.validate import check_step
 from chairlift.models import quant
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
@@ -32,6 +33,7 @@ class BlockMatrix:
     scale: F32  # (K / group, N)
     offset: F32 | None  # (K / group, N)
     zero: int
+    input_bits: ActivationBits
 
     @property
     def nbytes(self) -> int:
@@ -54,10 +56,11 @@ class ReferenceBackend:
         *,
         max_rows: int,
         threads: int,
+        activation_bits: ActivationBits = 8,
     ) -> ReferenceModel:
         """Decodes the weights (tied ones once) and allocates the pool. ModelError names a tensor it cannot decode."""
         unique = {id(tensor): tensor for tensor in tensors.values()}
-        decoded = {key: load_weight(tensor) for key, tensor in unique.items()}
+        decoded = {key: load_weight(tensor, activation_bits) for key, tensor in unique.items()}
         weights = {name: decoded[id(tensor)] for name, tensor in tensors.items()}
         return ReferenceModel(spec, forward, weights, kv, max_rows)
 
@@ -227,7 +230,7 @@ class ReferenceOps:
         return self.linear(x[wanted], head) if len(wanted) else np.zeros((0, self._spec.vocab_size), np.float32)
 
 
-def load_weight(tensor: RawTensor) -> Weight:
+def load_weight(tensor: RawTensor, activation_bits: ActivationBits = 8) -> Weight:
     """A weight as the ops hold it: scales in 16 bits."""
     decoded = quant.decode(tensor)
     if isinstance(decoded, np.ndarray):
@@ -235,7 +238,9 @@ def load_weight(tensor: RawTensor) -> Weight:
     decoded = decoded.with_half_scales()
     levels = decoded.q.reshape(len(decoded.q), -1, decoded.group).transpose(1, 2, 0)
     offset = None if decoded.offset is None else np.ascontiguousarray(decoded.offset.T)
-    return BlockMatrix(np.ascontiguousarray(levels), np.ascontiguousarray(decoded.scale.T), offset, decoded.zero)
+    scale = np.ascontiguousarray(decoded.scale.T)
+    bits = input_bits(tensor.name, activation_bits)
+    return BlockMatrix(np.ascontiguousarray(levels), scale, offset, decoded.zero, bits)
 
 
 def plain(weight: Weight) -> F32:
@@ -259,14 +264,15 @@ def block_linear(x: F32, weight: BlockMatrix) -> F32:
     """Rounded activations times block-quantised weights, summed over groups in ascending order in float32.
 
     Per group: x_scale * (w_scale * (dot - zero * total) + offset * total), dot and total being integers. A dot is made
-    of two, of the levels' high and low bytes: each below 2^24, so that float32 products are exact in any order.
+    of two, of the levels' high and low bytes (the high ones of 8-bit levels are 0): each below 2^24, so that float32
+    products are exact in any order.
     """
-    q, x_scale = quant.quantise_rows(x)
+    q, x_scale = quant.quantise_rows(x, weight.input_bits)
     group = weight.levels.shape[1]
     x_scale = x_scale.repeat(quant.BLOCK // group, axis=1)
     lanes = q.astype(np.int32).reshape(len(x), -1, group)
     total = lanes.sum(axis=2, dtype=np.int32)
-    high = lanes >> 8
+    high = lanes + 128 >> 8
     low = (lanes - 256 * high).astype(np.float32)
     high = high.astype(np.float32)
     y: F32 = np.zeros((len(x), weight.scale.shape[1]), np.float32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,9 @@ I16 = npt.NDArray[np.int16]
 BLOCK = 32
 """Activations per scale, and weights per scale in most formats."""
 LARGEST = 127 * 256
-"""The level of a block's largest activation. It has the bytes 127 and 0: 8-bit products do the work of 16-bit ones."""
+"""The level of a block's largest activation in 16 bits: bytes 127 and 0, so that 8-bit products do the work."""
+STEPS = 254
+"""Steps between the smallest and the largest level of a block in 8 bits."""
 
 
 class GGMLType(NamedTuple):
@@ -151,25 +153,33 @@ def dequantise(tensor: RawTensor) -> F32:
     return numbers.dequantise().reshape(tensor.shape) if isinstance(numbers, Quantised) else numbers
 
 
-def quantise_rows(x: F32) -> tuple[I16, F32]:
-    """Rounds activations (T, K) to int16 levels (T, K), one float32 scale per 32 lanes (T, K / 32): x ~ scale * q.
+def quantise_rows(x: F32, bits: Literal[8, 16]) -> tuple[I16, F32]:
+    """Rounds activations (T, K) to levels (T, K) with a float32 scale per 32 lanes (T, K / 32): x ~ scale * level.
 
-    amax = max|x|; scale = amax / LARGEST; q = rint(x * (LARGEST / amax)), half to even. A block whose LARGEST / amax is
-    not a finite positive number (all zero, below about 1e-34, or holding an infinity or NaN) has q = 0; the scale stays
-    amax / LARGEST, so what is not finite stays visible as a NaN in every output.
+    16 bits: amax = max|x|; scale = amax / LARGEST; level = rint(x * (LARGEST / amax)), half to even. 8 bits: the range
+    of a block's lanes and 0 is cut into STEPS steps, scale = (top - bottom) / STEPS, and a level is a byte within 127
+    plus the block's offset rint((top + bottom) / 2 * (STEPS / (top - bottom))). A symmetric range would waste half of
+    its levels where one lane stands out.
+
+    A block whose inverse scale is not a finite positive number (all zero, below about 1e-36, or holding an infinity or
+    NaN) has levels 0; its scale stays, so that what is not finite shows as a NaN in every output.
     """
     rows, cols = x.shape
     if cols % BLOCK:
         raise ModelError(f"activations of width {cols} are not whole blocks of {BLOCK}")
     blocks = np.ascontiguousarray(x, dtype=np.float32).reshape(rows, cols // BLOCK, BLOCK)
-    amax = np.abs(blocks).max(axis=2)
+    zero = np.float32(0)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        scale = amax / np.float32(LARGEST)
-        inverse = np.float32(LARGEST) / amax
-        usable = np.isfinite(inverse) & (inverse > 0)
-        lanes = np.rint(blocks * np.where(usable, inverse, np.float32(0))[:, :, None])
-    q = np.where(usable[:, :, None], lanes, np.float32(0)).astype(np.int16)
-    return q.reshape(rows, cols), scale
+        top, bottom = np.maximum(blocks.max(axis=2), zero), np.minimum(blocks.min(axis=2), zero)
+        width = top - bottom if bits == 8 else np.maximum(top, -bottom)
+        steps = np.float32(STEPS if bits == 8 else LARGEST)
+        scale, inverse = width / steps, steps / width
+        usable = (np.isfinite(inverse) & (inverse > 0))[:, :, None]
+        levels = np.rint(blocks * np.where(usable, inverse[:, :, None], zero))
+        if bits == 8:
+            offset = np.rint((top + bottom) * np.float32(0.5) * inverse)[:, :, None]
+            levels = (levels - offset).clip(-127, 127) + offset
+    return np.where(usable, levels, zero).astype(np.int16).reshape(rows, cols), scale
 
 
 def _check(tensor: RawTensor) -> None:

@@ -54,15 +54,25 @@ auto embed(const PackedMatrix& matrix, int64_t row) {
     return out;
 }
 
-// Levels as the model's own quantiser leaves them: high and low bytes block by block, and the sum of each block.
+// Levels as the model's own quantiser leaves them: their bytes block by block, high ones first, and the sum of each block.
 struct Rounded {
-    explicit Rounded(const LevelRows& levels) : q(2 * levels.size()), sums(levels.size() / kBlock), half_sums(2 * sums.size()) {
+    Rounded(const LevelRows& levels, int bytes)
+        : q(static_cast<size_t>(bytes) * levels.size()),
+          offsets(levels.size() / kBlock * 2),
+          sums(levels.size() / kBlock),
+          half_sums(2 * sums.size()) {
+        for (size_t block = 0; block < sums.size() && bytes == 1; ++block) {
+            const int16_t* const lanes = levels.data() + block * kBlock;
+            const auto [least, most] = std::minmax_element(lanes, lanes + kBlock);
+            const int middle = (std::min<int>(*least, 0) + std::max<int>(*most, 0)) / 2;
+            offsets[2 * block] = offsets[2 * block + 1] = static_cast<int16_t>(middle);
+        }
         for (size_t i = 0; i < levels.size(); ++i) {
-            const int level = levels.data()[i];
-            const int high = (level + 128) >> 8;
-            int8_t* const block = q.data() + i / kBlock * 2 * kBlock;
+            const int level = levels.data()[i] - offsets[i / kBlock * 2];
+            const int high = bytes == 1 ? 0 : (level + 128) >> 8;
+            int8_t* const block = q.data() + i / kBlock * kBlock * static_cast<size_t>(bytes);
             block[i % kBlock] = static_cast<int8_t>(high);
-            block[kBlock + i % kBlock] = static_cast<int8_t>(level - 256 * high);
+            block[static_cast<size_t>(bytes - 1) * kBlock + i % kBlock] = static_cast<int8_t>(level - 256 * high);
         }
         for (size_t half = 0; half < half_sums.size(); ++half) {
             const int16_t* const lanes = levels.data() + half * kBlock / 2;
@@ -72,6 +82,7 @@ struct Rounded {
     }
 
     std::vector<int8_t> q;
+    std::vector<int16_t> offsets;
     std::vector<int32_t> sums;
     std::vector<int32_t> half_sums;
 };
@@ -96,15 +107,22 @@ auto multiply(const std::string& isa, const PackedMatrix& matrix, const MatmulAr
     return out;
 }
 
-auto matmul_rounded(const std::string& isa, const PackedMatrix& matrix, LevelRows levels, FloatRows scale,
-                 std::optional<Floats> bias, std::optional<FloatRows> residual) {
+auto matmul_rounded(const std::string& isa, const PackedMatrix& matrix, const std::tuple<LevelRows, FloatRows>& x, int bits,
+                    std::optional<Floats> bias, std::optional<FloatRows> residual) {
+    const auto& [levels, scale] = x;
+    require(bits == 8 || bits == 16, "levels have 8 or 16 bits");
     require(takes_rounded(matrix.layout()), "this layout takes f32 activations");
     require(static_cast<int64_t>(levels.shape(1)) == matrix.cols(), "activations do not match the matrix");
     require(scale.shape(0) == levels.shape(0) && scale.shape(1) * kBlock == levels.shape(1), "scales do not match the activations");
-    const Rounded rounded(levels);
+    const Rounded rounded(levels, bits / 8);
     MatmulArgs args{};
     args.num_rows = static_cast<int>(levels.shape(0));
-    args.x = {nullptr, 0, rounded.q.data(), scale.data(), rounded.sums.data(), rounded.half_sums.data()};
+    args.x = {.bytes = bits / 8,
+              .q = rounded.q.data(),
+              .scale = scale.data(),
+              .offset = rounded.offsets.data(),
+              .sum = rounded.sums.data(),
+              .half_sum = rounded.half_sums.data()};
     return multiply(isa, matrix, args, bias, residual);
 }
 
@@ -114,7 +132,7 @@ auto matmul_float(const std::string& isa, const PackedMatrix& matrix, FloatRows 
     require(static_cast<int64_t>(x.shape(1)) == matrix.cols(), "activations do not match the matrix");
     MatmulArgs args{};
     args.num_rows = static_cast<int>(x.shape(0));
-    args.x = {x.data(), matrix.cols(), nullptr, nullptr, nullptr, nullptr};
+    args.x = {.values = x.data(), .stride = matrix.cols()};
     return multiply(isa, matrix, args, bias, residual);
 }
 
@@ -159,8 +177,9 @@ int64_t peak(const std::string& isa, const std::string& unit, int64_t rounds) {
 void bind_kernels(nb::module_& module) {
     nb::module_ kernels = module.def_submodule("kernels", "Kernels one by one, for tests and measurements.");
     kernels.def("embed_row", embed, "matrix"_a, "row"_a, "One row of a packed matrix as float32 (cols,).");
-    kernels.def("matmul_rounded", matmul_rounded, "isa"_a, "matrix"_a, "levels"_a, "scale"_a, "bias"_a = nb::none(),
-                "residual"_a = nb::none(), "(rows, cols) int16 levels within 127 * 256 and their scales -> (rows, matrix.rows).");
+    kernels.def("matmul_rounded", matmul_rounded, "isa"_a, "matrix"_a, "x"_a, "bits"_a, "bias"_a = nb::none(),
+                "residual"_a = nb::none(),
+                "(rows, cols) levels in int16, within 254 and 254 wide a block (8 bits) or within 127 * 256 (16), and their scales -> (rows, matrix.rows).");
     kernels.def("matmul_float", matmul_float, "isa"_a, "matrix"_a, "x"_a, "bias"_a = nb::none(),
                 "residual"_a = nb::none(), "(rows, cols) float32 -> (rows, matrix.rows).");
     kernels.def("reduce_logits", reduce, "isa"_a, "logits"_a, "record"_a, "bias"_a, "seen"_a,

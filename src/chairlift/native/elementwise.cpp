@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kQuantBlock = 32;
 constexpr int kHalfBlock = 16;
-constexpr float kLargest = 127.0F * 256.0F;  // the level of a block's largest lane: its high byte is 127, its low byte 0
+constexpr float kZeros[kQuantBlock] = {};
 
 int lanes_left(int n, int i) { return n - i < kLanes ? n - i : kLanes; }
 
@@ -32,38 +32,82 @@ void scale(const float* x, const float* weight, float factor, int n, float* out)
     }
 }
 
-void quantise_block(const float* x, int8_t* q, float* scale, int32_t* total, int32_t* halves) {
-    Vec largest = zero();
-    Vec doubt = zero();  // x - x is 0 for a finite x, else NaN
-    for (int i = 0; i < kQuantBlock; i += kLanes) {
-        const Vec v = load(x + i);
-        largest = max(largest, abs(v));
-        doubt = doubt + (v - v);
+// The ranges of some blocks' lanes and 0, each as its largest and its negated smallest lane; NaN when a lane is not finite.
+void find_ranges(const float* x, int blocks, float* tops, float* bottoms) {
+    for (int block = 0; block < blocks; ++block, x += kQuantBlock) {
+        Vec top = zero();
+        Vec bottom = zero();
+        Vec doubt = zero();  // x - x is 0 for a finite x, else NaN
+        for (int i = 0; i < kQuantBlock; i += kLanes) {
+            const Vec v = load(x + i);
+            top = max(top, v);
+            bottom = max(bottom, zero() - v);
+            doubt = doubt + (v - v);
+        }
+        float both[2];
+        max_lanes(top, bottom, both);
+        const bool finite = at_least(zero(), doubt) == at_least(zero(), zero());
+        tops[block] = finite ? both[0] : NAN;
+        bottoms[block] = finite ? both[1] : NAN;
     }
-    const float amax = max_lane(largest) + sum(doubt);
-    *scale = amax / kLargest;
-    const float inverse = kLargest / amax;
-    if (!isfinite(inverse)) {  // all zero, so small that kLargest / amax overflows, or not finite
-        memset(q, 0, 2 * kQuantBlock);
-        *total = halves[0] = halves[1] = 0;
-        return;
-    }
-    Vec level_sums[2] = {zero(), zero()};  // of integers below 2^24: exact
-    for (int i = 0; i < kQuantBlock; i += kLanes) {
-        const Vec level = round(load(x + i) * splat(inverse));
-        const Vec high = round((level + splat(0.5F)) * splat(1.0F / 256.0F));  // ties go up: low stays within int8
-        store_i8(q + i, high);
-        store_i8(q + kQuantBlock + i, level - high * splat(256.0F));
-        level_sums[i / kHalfBlock] = level_sums[i / kHalfBlock] + level;
-    }
-    for (int half = 0; half < 2; ++half) halves[half] = static_cast<int32_t>(sum(level_sums[half]));
-    *total = halves[0] + halves[1];
 }
 
-void quantise(const float* x, int n, int8_t* q, float* scales, int32_t* sums, int32_t* half_sums) {
-    for (int block = 0; block < n / kQuantBlock; ++block) {
-        const int i = block * kQuantBlock;
-        quantise_block(x + i, q + 2 * i, scales + block, sums + block, half_sums + 2 * block);
+// One block's levels; see quant.quantise_rows. Sums of levels below 2^24 are exact in floats.
+template <int kBytes>
+void write_levels(const float* x, float inverse, float offset, const RoundedLanes& out) {
+    Vec halves[2] = {zero(), zero()};
+    for (int i = 0; i < kQuantBlock; i += kLanes) {
+        Vec level = round(load(x + i) * splat(inverse));
+        if constexpr (kBytes == 1) {
+            const Vec q = max(splat(-127.0F), min(splat(127.0F), level - splat(offset)));
+            store_i8(out.q + i, q);
+            level = q + splat(offset);
+        } else {
+            const Vec high = round((level + splat(0.5F)) * splat(1.0F / 256.0F));  // ties go up: low stays within int8
+            store_i8(out.q + i, high);
+            store_i8(out.q + kQuantBlock + i, level - high * splat(256.0F));
+        }
+        halves[i / kHalfBlock] = halves[i / kHalfBlock] + level;
+    }
+    float both[2];
+    sums(halves[0], halves[1], both);
+    out.offsets[0] = out.offsets[1] = static_cast<int16_t>(offset);
+    out.half_sums[0] = static_cast<int32_t>(both[0]);
+    out.half_sums[1] = static_cast<int32_t>(both[1]);
+    *out.sums = out.half_sums[0] + out.half_sums[1];
+}
+
+// Up to kLanes blocks, so that scales, which take divisions, are made for all at once.
+template <int kBytes>
+void quantise_blocks(const float* x, int blocks, const RoundedLanes& out) {
+    constexpr float kSteps = kBytes == 1 ? 254.0F : 127.0F * 256.0F;  // the largest level of two bytes has 127 and 0
+    alignas(64) float tops[kLanes];
+    alignas(64) float bottoms[kLanes];
+    alignas(64) float inverses[kLanes];
+    alignas(64) float offsets[kLanes];
+    find_ranges(x, blocks, tops, bottoms);
+    const Vec top = load(tops, blocks);
+    const Vec bottom = load(bottoms, blocks);
+    const Vec width = kBytes == 1 ? top + bottom : max(top, bottom);
+    const Vec inverse = splat(kSteps) / width;
+    store(out.scales, width / splat(kSteps), blocks);
+    store(inverses, inverse);
+    store(offsets, kBytes == 1 ? round((top - bottom) * splat(0.5F) * inverse) : zero());
+    for (int b = 0; b < blocks; ++b) {
+        const RoundedLanes at{out.q + b * kBytes * kQuantBlock, nullptr, out.offsets + 2 * b, out.sums + b, out.half_sums + 2 * b};
+        // A block that is all zero, or so small that this overflows, or not finite, has levels of 0.
+        const bool usable = isfinite(inverses[b]);
+        write_levels<kBytes>(usable ? x + b * kQuantBlock : kZeros, usable ? inverses[b] : 0.0F, usable ? offsets[b] : 0.0F, at);
+    }
+}
+
+template <int kBytes>
+void quantise(const float* x, int n, const RoundedLanes& out) {
+    const int blocks = n / kQuantBlock;
+    for (int first = 0; first < blocks; first += kLanes) {
+        const RoundedLanes at{out.q + first * kBytes * kQuantBlock, out.scales + first, out.offsets + 2 * first, out.sums + first,
+                              out.half_sums + 2 * first};
+        quantise_blocks<kBytes>(x + first * kQuantBlock, lanes_left(blocks, first), at);
     }
 }
 
@@ -119,6 +163,6 @@ void rope(const float* x, const RopeRow& rope, float* out) {
 
 }  // namespace
 
-const ElementwiseKernels elementwise_kernels = {inverse_rms, scale, quantise, swiglu, add, rope};
+const ElementwiseKernels elementwise_kernels = {inverse_rms, scale, {quantise<1>, quantise<2>}, swiglu, add, rope};
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

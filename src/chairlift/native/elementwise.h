@@ -18,6 +18,15 @@ struct RopeRow {
     bool interleaved;
 };
 
+// Where rounded lanes go; see Activations.
+struct RoundedLanes {
+    int8_t* q;
+    float* scales;       // (n / 32,)
+    int16_t* offsets;    // (n / 32, 2)
+    int32_t* sums;       // (n / 32,)
+    int32_t* half_sums;  // (n / 16,)
+};
+
 struct ElementwiseKernels {
     // 1 / sqrt(mean(x^2) + eps) over n lanes.
     float (*inverse_rms)(const float* x, int n, float eps);
@@ -25,10 +34,9 @@ struct ElementwiseKernels {
     // out[i] = x[i] * factor * weight[i]: the rest of an RMS norm. `out` may be `x`.
     void (*scale)(const float* x, const float* weight, float factor, int n, float* out);
 
-    // Rounds a row to 16 bits, 32 lanes at a time: amax = max|x|; scale = amax / 32512; level = rint(x * (32512 / amax)),
-    // half to even, written as high and low bytes (see Activations). n is a multiple of 32; scales and sums have n / 32
-    // entries, half_sums n / 16. A block that holds a NaN or an infinity gets a NaN scale, so that it shows in the logits.
-    void (*quantise)(const float* x, int n, int8_t* q, float* scales, int32_t* sums, int32_t* half_sums);
+    // Rounds n lanes, a multiple of 32, to levels of one byte and of two, as quant.quantise_rows defines it. A block that holds
+    // a NaN or an infinity gets a scale that is not finite, so that it shows in the logits.
+    void (*quantise[2])(const float* x, int n, const RoundedLanes& out);
 
     // out[i] = gate[i] / (1 + exp(-gate[i])) * up[i]. `out` may be `gate` or `up`.
     void (*swiglu)(const float* gate, const float* up, int n, float* out);

@@ -49,7 +49,7 @@ constexpr int group_and_scale_bytes(LevelShape shape) { return group_bytes(shape
 
 // Rows x Panels panels, rounded activations. Per group: sum += (scale * x_scale) * dot, then, for layouts with a minimum,
 // sum += min * (x_scale * x_sum).
-template <Layout Kind, int Rows, int Panels>
+template <Layout Kind, int Bytes, int Rows, int Panels>
 void rounded_tile(const MatmulArgs& args, const Tile& tile) {
     constexpr LevelShape shape = level_shape(Kind);
     constexpr int groups = kBlock / shape.group;  // of a block of activations
@@ -67,9 +67,10 @@ void rounded_tile(const MatmulArgs& args, const Tile& tile) {
     for (int64_t g = 0; g < num_groups; ++g) {
         if (tile.next != nullptr) fetch<to_fetch>(tile.next + g * to_fetch);
         const int64_t first = tile.row * num_blocks + g / groups;
-        const int8_t* const q = args.x.q + first * 2 * kBlock + g % groups * shape.group;
+        const int8_t* const q = args.x.q + first * Bytes * kBlock + g % groups * shape.group;
         Ints dots[Rows][vectors];
-        multiply_group<shape>(Group{base + g * group_bytes(shape), m.panel_bytes}, q, num_blocks * 2 * kBlock, dots);
+        const GroupRows rows{q, num_blocks * Bytes * kBlock, args.x.offset + 2 * first, 2 * num_blocks};
+        multiply_group<shape, Bytes>(Group{base + g * group_bytes(shape), m.panel_bytes}, rows, dots);
         Vec scale[vectors];
         Vec min[vectors];
         for (int v = 0; v < vectors; ++v) {
@@ -144,26 +145,27 @@ void float_tile(const MatmulArgs& args, const Tile& tile) {
 using TileFn = void (*)(const MatmulArgs& args, const Tile& tile);
 
 constexpr int kMostPanels = kTilePanels > kFloatTilePanels ? kTilePanels : kFloatTilePanels;
-constexpr int kMostRows = kMaxTile > kMaxFloatTile ? kMaxTile : kMaxFloatTile;
+constexpr int kMostRows = kTileRows[0].most;
+static_assert(kMostRows >= kTileRows[1].most && kMostRows >= kMaxFloatTile);
 
 // run[p - 1][r - 1] computes r rows of p panels.
 struct Tiles {
     TileFn run[kMostPanels][kMostRows];
-    int panels;    // the most a tile takes
-    int rows;      // what a tile takes where there are many rows
-    int max_rows;  // what it can take
+    int panels;  // the most a tile takes
+    TileRows rows;
 };
 
-template <Layout Kind, int Panels, int... Is>
+template <Layout Kind, int Bytes, int Panels, int... Is>
 constexpr void rounded_tiles(TileFn* tiles, std::integer_sequence<int, Is...>) {
-    ((tiles[Is] = rounded_tile<Kind, Is + 1, Panels>), ...);
+    ((tiles[Is] = rounded_tile<Kind, Bytes, Is + 1, Panels>), ...);
 }
 
-template <Layout Kind>
+template <Layout Kind, int Bytes>
 constexpr Tiles rounded_tiles() {
-    Tiles made{{}, kTilePanels, kTileRows, kMaxTile};
-    rounded_tiles<Kind, 1>(made.run[0], std::make_integer_sequence<int, kMaxTile>());
-    rounded_tiles<Kind, kTilePanels>(made.run[kTilePanels - 1], std::make_integer_sequence<int, kMaxTile>());
+    constexpr TileRows rows = kTileRows[Bytes - 1];
+    Tiles made{{}, kTilePanels, rows};
+    rounded_tiles<Kind, Bytes, 1>(made.run[0], std::make_integer_sequence<int, rows.most>());
+    rounded_tiles<Kind, Bytes, kTilePanels>(made.run[kTilePanels - 1], std::make_integer_sequence<int, rows.most>());
     return made;
 }
 
@@ -174,25 +176,25 @@ constexpr void float_tiles(TileFn* tiles, std::integer_sequence<int, Is...>) {
 
 template <Layout Kind>
 constexpr Tiles float_tiles() {
-    Tiles made{{}, kFloatTilePanels, kMaxFloatTile, kMaxFloatTile};
+    Tiles made{{}, kFloatTilePanels, {kMaxFloatTile, kMaxFloatTile}};
     float_tiles<Kind, 1>(made.run[0], std::make_integer_sequence<int, kMaxFloatTile>());
     float_tiles<Kind, kFloatTilePanels>(made.run[kFloatTilePanels - 1], std::make_integer_sequence<int, kMaxFloatTile>());
     return made;
 }
 
 template <Layout Kind>
-constexpr Tiles kRoundedTiles = rounded_tiles<Kind>();
+constexpr Tiles kRoundedTiles[] = {rounded_tiles<Kind, 1>(), rounded_tiles<Kind, 2>()};
 template <Layout Kind>
 constexpr Tiles kFloatTiles = float_tiles<Kind>();
 
-const Tiles& tiles_for(Layout layout) {
+const Tiles& tiles_for(Layout layout, int bytes) {
     switch (layout) {
-        case Layout::w4: return kRoundedTiles<Layout::w4>;
-        case Layout::w4_min: return kRoundedTiles<Layout::w4_min>;
-        case Layout::w5: return kRoundedTiles<Layout::w5>;
-        case Layout::w5_min: return kRoundedTiles<Layout::w5_min>;
-        case Layout::w6: return kRoundedTiles<Layout::w6>;
-        case Layout::w8: return kRoundedTiles<Layout::w8>;
+        case Layout::w4: return kRoundedTiles<Layout::w4>[bytes - 1];
+        case Layout::w4_min: return kRoundedTiles<Layout::w4_min>[bytes - 1];
+        case Layout::w5: return kRoundedTiles<Layout::w5>[bytes - 1];
+        case Layout::w5_min: return kRoundedTiles<Layout::w5_min>[bytes - 1];
+        case Layout::w6: return kRoundedTiles<Layout::w6>[bytes - 1];
+        case Layout::w8: return kRoundedTiles<Layout::w8>[bytes - 1];
         case Layout::f16: return kFloatTiles<Layout::f16>;
         case Layout::bf16: return kFloatTiles<Layout::bf16>;
         case Layout::f32: break;
@@ -206,14 +208,14 @@ CHAIRLIFT_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 // How many rows' activations to go through before the next panel.
 int64_t row_block(const MatmulArgs& args, int tile) {
     const bool is_float = args.weights.layout >= Layout::f16;
-    const int64_t row_bytes = args.weights.cols * (is_float ? 4 : 2);
+    const int64_t row_bytes = args.weights.cols * (is_float ? 4 : args.x.bytes);
     return most(1, kRowBlockBytes / (row_bytes * tile)) * tile;
 }
 
 // Rows [first, last) against the tile's panels, in passes as even as they can be: six rows are one pass, seven four and three.
 void run_rows(const Tiles& tiles, const MatmulArgs& args, int64_t first, int64_t last, const Tile& at, int64_t panels) {
-    const int64_t spare = tiles.max_rows - tiles.rows;
-    int64_t passes = most(1, (last - first - spare + tiles.rows - 1) / tiles.rows);
+    const int64_t spare = tiles.rows.most - tiles.rows.usual;
+    int64_t passes = most(1, (last - first - spare + tiles.rows.usual - 1) / tiles.rows.usual);
     for (int64_t row = first; passes > 0; --passes) {
         const int64_t rows = (last - row + passes - 1) / passes;
         tiles.run[panels - 1][rows - 1](args, {at.panel, row, passes == 1 ? at.next : nullptr});
@@ -222,8 +224,8 @@ void run_rows(const Tiles& tiles, const MatmulArgs& args, int64_t first, int64_t
 }
 
 void run(const MatmulArgs& args, int64_t begin, int64_t end) {
-    const Tiles& tiles = tiles_for(args.weights.layout);
-    const int64_t step = row_block(args, tiles.rows);
+    const Tiles& tiles = tiles_for(args.weights.layout, args.x.bytes);
+    const int64_t step = row_block(args, tiles.rows.usual);
     // One row waits for memory: panels in one stream. More rows wait for loads of activations: each loaded for all panels.
     const int64_t at_once = args.num_rows == 1 ? 1 : tiles.panels;
     for (int64_t first = 0; first < args.num_rows; first += step) {

@@ -10,17 +10,19 @@
 
 namespace chairlift {
 
-// The rows that a matrix multiplies: rounded to 16 bits for layouts of levels; f32 for the others.
+// The rows that a matrix multiplies: rounded to 8 or 16 bits for layouts of levels; f32 for the others.
 //
-// A rounded lane is level = 256 * high + low with both in int8, so that 8-bit dot products do the work of 16-bit ones:
-// each block of 32 lanes is 32 high bytes, then 32 low bytes.
+// A level of one byte is a signed byte plus its block's offset. A level of two is 256 * high + low with both in int8, so that
+// 8-bit dot products do the work of 16-bit ones: each block of 32 lanes is 32 high bytes, then 32 low bytes.
 struct Activations {
-    const float* values;      // (rows, stride)
-    int64_t stride;           // lanes from one row of `values` to the next
-    const int8_t* q;          // (rows, cols / 32, 2, 32)
-    const float* scale;       // (rows, cols / 32)
-    const int32_t* sum;       // (rows, cols / 32) sum of each block's levels
-    const int32_t* half_sum;  // (rows, cols / 16) sum of each half block's levels
+    const float* values = nullptr;      // (rows, stride)
+    int64_t stride = 0;                 // lanes from one row of `values` to the next
+    int bytes = 0;                      // of a level: 1 or 2
+    const int8_t* q = nullptr;          // (rows, cols / 32, bytes, 32)
+    const float* scale = nullptr;       // (rows, cols / 32)
+    const int16_t* offset = nullptr;    // (rows, cols / 32, 2) twice the same; of levels of one byte
+    const int32_t* sum = nullptr;       // (rows, cols / 32) sum of each block's levels
+    const int32_t* half_sum = nullptr;  // (rows, cols / 16) sum of each half block's levels
 };
 
 struct MatmulArgs {

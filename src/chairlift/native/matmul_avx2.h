@@ -6,8 +6,11 @@
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
 static constexpr int kTilePanels = 1;
-static constexpr int kTileRows = 2;  // 8 chains + 4 sums + 2 weights + 2 activations, of 16 registers
-static constexpr int kMaxTile = 3;
+// What fits 16 registers, and what spills but costs less than a second pass over the weights.
+static constexpr TileRows kTileRows[] = {
+    {3, 4},  // levels of one byte: 6 chains + 6 sums + 2 weights
+    {2, 3},  // of two: 8 chains + 4 sums + 2 weights + 2 activations
+};
 static constexpr int kFloatTilePanels = 1;
 static constexpr int kMaxFloatTile = 2;
 
@@ -61,9 +64,15 @@ CHAIRLIFT_INLINE Ints four_of(const int8_t* q) {
     return _mm256_set1_epi32(four);
 }
 
+CHAIRLIFT_INLINE Ints add_bytes(Ints a, Ints b) { return _mm256_add_epi8(a, b); }
+CHAIRLIFT_INLINE Ints add_words(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
+CHAIRLIFT_INLINE Ints pair_sums(Ints bytes) { return _mm256_maddubs_epi16(bytes, _mm256_set1_epi8(1)); }
+CHAIRLIFT_INLINE Ints two_of(const int16_t* words) { return four_of(reinterpret_cast<const int8_t*>(words)); }
+CHAIRLIFT_INLINE Ints dot2(Ints sum, Ints words, Ints two) { return _mm256_add_epi32(sum, _mm256_madd_epi16(words, two)); }
+
 #ifdef __AVXVNNI__
 CHAIRLIFT_INLINE Ints dot4(Ints sum, __m256i w, Ints four) { return _mm256_dpbusd_avx_epi32(sum, w, four); }
-CHAIRLIFT_INLINE Ints combine(Ints high, Ints low) { return _mm256_add_epi32(_mm256_slli_epi32(high, 8), low); }
+CHAIRLIFT_INLINE Ints in_full(const Ints& sum) { return sum; }
 #else
 // Hides a sum's past from the compiler, which else makes a tree of a chain of additions and spills all the products.
 CHAIRLIFT_INLINE Ints in_order(Ints sum) {
@@ -75,22 +84,27 @@ CHAIRLIFT_INLINE Ints in_order(Ints sum) {
 CHAIRLIFT_INLINE Ints dot4(Ints sum, __m256i w, Ints four) {
     return in_order(_mm256_add_epi16(sum, _mm256_maddubs_epi16(w, four)));
 }
-CHAIRLIFT_INLINE Ints combine(Ints high, Ints low) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    return _mm256_add_epi32(_mm256_slli_epi32(_mm256_madd_epi16(high, ones), 8), _mm256_madd_epi16(low, ones));
-}
+CHAIRLIFT_INLINE Ints in_full(const Ints& sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 
-// Levels of one row's block in 16 bits, the inputs 4 j and 4 j + 2 side by side, and so 4 j + 1 and 4 j + 3.
+// Levels of one row's block in 16 bits, whatever they had, the inputs 4 j and 4 j + 2 side by side, and so 4 j + 1 and 4 j + 3.
 struct Words {
     alignas(32) int16_t even[kBlock / 2];
     alignas(32) int16_t odd[kBlock / 2];
 };
 
-CHAIRLIFT_INLINE void words_of(const int8_t* q, Words* words) {
-    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
-    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + kBlock));
-    const __m256i even = _mm256_add_epi16(_mm256_slli_epi16(high, 8), _mm256_srai_epi16(_mm256_slli_epi16(low, 8), 8));
-    const __m256i odd = _mm256_add_epi16(_mm256_andnot_si256(_mm256_set1_epi16(255), high), _mm256_srai_epi16(low, 8));
+template <int Bytes>
+CHAIRLIFT_INLINE void words_of(const int8_t* q, int16_t offset, Words* words) {
+    const __m256i last = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + (Bytes - 1) * kBlock));
+    __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(last, 8), 8);
+    __m256i odd = _mm256_srai_epi16(last, 8);
+    if constexpr (Bytes == 1) {
+        even = _mm256_add_epi16(even, _mm256_set1_epi16(offset));
+        odd = _mm256_add_epi16(odd, _mm256_set1_epi16(offset));
+    } else {
+        const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+        even = _mm256_add_epi16(_mm256_slli_epi16(high, 8), even);
+        odd = _mm256_add_epi16(_mm256_andnot_si256(_mm256_set1_epi16(255), high), odd);
+    }
     _mm256_store_si256(reinterpret_cast<__m256i*>(words->even), even);
     _mm256_store_si256(reinterpret_cast<__m256i*>(words->odd), odd);
 }
@@ -99,14 +113,13 @@ CHAIRLIFT_INLINE Ints add_products(Ints sum, __m256i w, Ints two) {
     return in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(w, two)));
 }
 
-CHAIRLIFT_INLINE Ints two_of(const int16_t* words) { return four_of(reinterpret_cast<const int8_t*>(words)); }
-
 // As multiply_pairs, for weights that would overflow the 16-bit sums of vpmaddubsw: 16-bit products instead.
-template <int Rows, int Vectors>
-CHAIRLIFT_INLINE void multiply_words(const Group& group, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
+template <int Bytes, int Rows, int Vectors>
+CHAIRLIFT_INLINE void multiply_words(const Group& group, const GroupRows& rows, Ints (&dots)[Rows][Vectors]) {
     Words words[Rows];
     for (int r = 0; r < Rows; ++r) {
-        words_of(q + r * stride, words + r);
+        const int16_t offset = Bytes == 1 ? rows.offsets[r * rows.offset_stride] : int16_t{0};
+        words_of<Bytes>(rows.q + r * rows.stride, offset, words + r);
         for (int v = 0; v < Vectors; ++v) dots[r][v] = zero_ints();
     }
 #pragma GCC unroll 8
@@ -125,6 +138,11 @@ CHAIRLIFT_INLINE void multiply_words(const Group& group, const int8_t* q, int64_
 
 #endif
 
+CHAIRLIFT_INLINE Ints in_full(const Ints (&sums)[1]) { return in_full(sums[0]); }
+CHAIRLIFT_INLINE Ints in_full(const Ints (&sums)[2]) {
+    return _mm256_add_epi32(_mm256_slli_epi32(in_full(sums[0]), 8), in_full(sums[1]));
+}
+
 }  // namespace chairlift::CHAIRLIFT_ISA_NS
 
 #include "matmul_dots.h"
@@ -141,19 +159,19 @@ static constexpr int pairs_at_once(LevelShape shape) {
 #endif
 }
 
-template <LevelShape Shape, int Rows, int Vectors>
-CHAIRLIFT_INLINE void multiply_group(const Group& group, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
+template <LevelShape Shape, int Bytes, int Rows, int Vectors>
+CHAIRLIFT_INLINE void multiply_group(const Group& group, const GroupRows& rows, Ints (&dots)[Rows][Vectors]) {
 #ifndef __AVXVNNI__
     if constexpr (Shape.bits == 8) {
-        multiply_words(group, q, stride, dots);
+        multiply_words<Bytes>(group, rows, dots);
         return;
     }
 #endif
     constexpr int pairs = pairs_at_once(Shape);
-    multiply_pairs<Shape, 0, pairs>(group, q, stride, dots);
+    multiply_pairs<Shape, Bytes, 0, pairs>(group, rows, dots);
     if constexpr (pairs < num_pairs(Shape)) {
         Ints rest[Rows][Vectors];
-        multiply_pairs<Shape, pairs, num_pairs(Shape) - pairs>(group, q, stride, rest);
+        multiply_pairs<Shape, Bytes, pairs, num_pairs(Shape) - pairs>(group, rows, rest);
         for (int r = 0; r < Rows; ++r) {
             for (int v = 0; v < Vectors; ++v) dots[r][v] = _mm256_add_epi32(dots[r][v], rest[r][v]);
         }

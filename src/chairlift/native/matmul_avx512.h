@@ -6,8 +6,11 @@
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
 static constexpr int kTilePanels = 2;
-static constexpr int kTileRows = 4;  // 16 chains + 8 sums + 4 weights + 2 activations, of 32 registers
-static constexpr int kMaxTile = 6;   // spills, but less than a second pass over the weights costs
+// What fits 32 registers, and what spills but costs less than a second pass over the weights.
+static constexpr TileRows kTileRows[] = {
+    {6, 8},  // levels of one byte: 12 chains + 12 sums + 4 weights
+    {4, 6},  // of two: 16 chains + 8 sums + 4 weights + 2 activations
+};
 static constexpr int kFloatTilePanels = 2;
 static constexpr int kMaxFloatTile = 6;  // 2 sums x 2 panels a row
 
@@ -56,7 +59,13 @@ CHAIRLIFT_INLINE Pair load_pair(const uint8_t* levels, int j) {
 // Four activations in every lane; from memory, which costs the multiplication nothing.
 CHAIRLIFT_INLINE Ints four_of(const int8_t* q) { return _mm512_broadcastd_epi32(_mm_loadu_si32(q)); }
 CHAIRLIFT_INLINE Ints dot4(Ints sum, __m512i w, Ints four) { return _mm512_dpbusd_epi32(sum, w, four); }
-CHAIRLIFT_INLINE Ints combine(Ints high, Ints low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
+CHAIRLIFT_INLINE Ints add_bytes(Ints a, Ints b) { return _mm512_add_epi8(a, b); }
+CHAIRLIFT_INLINE Ints add_words(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
+CHAIRLIFT_INLINE Ints pair_sums(Ints bytes) { return _mm512_maddubs_epi16(bytes, _mm512_set1_epi8(1)); }
+CHAIRLIFT_INLINE Ints two_of(const int16_t* words) { return four_of(reinterpret_cast<const int8_t*>(words)); }
+CHAIRLIFT_INLINE Ints dot2(Ints sum, Ints words, Ints two) { return _mm512_dpwssd_epi32(sum, words, two); }
+CHAIRLIFT_INLINE Ints in_full(const Ints (&sums)[1]) { return sums[0]; }
+CHAIRLIFT_INLINE Ints in_full(const Ints (&sums)[2]) { return _mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]); }
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS
 
@@ -64,9 +73,9 @@ CHAIRLIFT_INLINE Ints combine(Ints high, Ints low) { return _mm512_add_epi32(_mm
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
-template <LevelShape Shape, int Rows, int Vectors>
-CHAIRLIFT_INLINE void multiply_group(const Group& group, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
-    multiply_pairs<Shape, 0, num_pairs(Shape)>(group, q, stride, dots);
+template <LevelShape Shape, int Bytes, int Rows, int Vectors>
+CHAIRLIFT_INLINE void multiply_group(const Group& group, const GroupRows& rows, Ints (&dots)[Rows][Vectors]) {
+    multiply_pairs<Shape, Bytes, 0, num_pairs(Shape)>(group, rows, dots);
 }
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

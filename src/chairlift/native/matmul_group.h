@@ -8,6 +8,12 @@ namespace chairlift::CHAIRLIFT_ISA_NS {
 
 static constexpr int kParts = kPanelRows / kLanes;  // vectors of outputs in a panel
 
+// Rows of a tile: with more to come, and at most.
+struct TileRows {
+    int usual;
+    int most;
+};
+
 // One group (inputs that share a scale) of as many panels as a tile has.
 struct Group {
     const uint8_t* levels;  // of the first panel
@@ -18,6 +24,14 @@ struct Group {
 CHAIRLIFT_INLINE const uint8_t* levels_of(const Group& group, int v) {
     return group.levels + v / kParts * group.panel_bytes + v % kParts * 4 * kLanes;
 }
+
+// The levels of one group's inputs in a tile's rows.
+struct GroupRows {
+    const int8_t* q;         // of the first row
+    int64_t stride;          // bytes from a row to the next
+    const int16_t* offsets;  // where levels have one byte
+    int64_t offset_stride;   // entries from a row to the next
+};
 
 // Pairs of vectors that make up a group: vectors j and j + num_pairs(shape) share their bytes where levels are nibbles.
 static constexpr int num_pairs(LevelShape shape) { return shape.group / 8; }

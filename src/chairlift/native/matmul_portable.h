@@ -8,8 +8,7 @@
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
 static constexpr int kTilePanels = 1;
-static constexpr int kTileRows = 4;
-static constexpr int kMaxTile = 4;
+static constexpr TileRows kTileRows[] = {{4, 4}, {4, 4}};  // of levels of one byte and of two
 static constexpr int kFloatTilePanels = 1;
 static constexpr int kMaxFloatTile = 2;
 
@@ -97,14 +96,22 @@ CHAIRLIFT_INLINE Ints dot(const uint8_t* levels, const int8_t* q) {
     return result;
 }
 
-// dots[r][v] = sum over the group of w * level, per output, exact. Rows of `q` are `stride` bytes apart.
-template <LevelShape Shape, int Rows, int Vectors>
-CHAIRLIFT_INLINE void multiply_group(const Group& group, const int8_t* q, int64_t stride, Ints (&dots)[Rows][Vectors]) {
-    for (int r = 0; r < Rows; ++r) {
-        for (int v = 0; v < Vectors; ++v) {
-            const Ints high = dot<Shape>(levels_of(group, v), q + r * stride);
-            const Ints low = dot<Shape>(levels_of(group, v), q + r * stride + kBlock);
-            for (int i = 0; i < kLanes; ++i) dots[r][v].v[i] = 256 * high.v[i] + low.v[i];
+// dots[r][v] = sum over the group of w * level, per output, exact.
+template <LevelShape Shape, int Bytes, int Rows, int Vectors>
+CHAIRLIFT_INLINE void multiply_group(const Group& group, const GroupRows& rows, Ints (&dots)[Rows][Vectors]) {
+    int8_t ones[kBlock];
+    memset(ones, 1, sizeof ones);
+    for (int v = 0; v < Vectors; ++v) {
+        const uint8_t* const levels = levels_of(group, v);
+        const Ints total = Bytes == 1 ? dot<Shape>(levels, ones) : Ints{};
+        for (int r = 0; r < Rows; ++r) {
+            const int8_t* const q = rows.q + r * rows.stride;
+            const Ints high = dot<Shape>(levels, q);
+            const Ints low = Bytes == 2 ? dot<Shape>(levels, q + kBlock) : Ints{};
+            for (int i = 0; i < kLanes; ++i) {
+                dots[r][v].v[i] = Bytes == 2 ? 256 * high.v[i] + low.v[i]
+                                             : high.v[i] + rows.offsets[r * rows.offset_stride] * total.v[i];
+            }
         }
     }
 }

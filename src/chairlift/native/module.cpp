@@ -171,7 +171,7 @@ void bind_program(nb::module_& module) {
         .def("add", [](Program& self, LanesTuple a, LanesTuple b,
                        LanesTuple out) { self.add(lanes(a), lanes(b), lanes(out)); })
         .def("logits", [](Program& self, LanesTuple x, int vector, float eps,
-                          int matrix) { self.logits(lanes(x), vector, eps, matrix); })
+                          int matrix, int bits) { self.logits(lanes(x), vector, eps, matrix, bits); })
         .def("finish", &Program::finish)
         .def("run", &run, nb::arg("step"), nb::arg("sample"), nb::arg("result"))
         .def_prop_ro("num_ops", &Program::num_ops)

@@ -38,13 +38,14 @@ Program::Program(Isa isa, std::shared_ptr<Pool> pool, std::shared_ptr<KVCache> c
     need(pool_ != nullptr, "no pool");
 }
 
-int Program::add_buffer(int width, bool quantised) { return new_buffer(width, quantised, max_rows_); }
+int Program::add_buffer(int width, int bits) { return new_buffer(width, bits, max_rows_); }
 
-int Program::new_buffer(int width, bool quantised, int rows) {
+int Program::new_buffer(int width, int bits, int rows) {
     need(arena_ == nullptr, "the program is finished");
     need(width > 0 && rows > 0, "a buffer has at least one lane and one row");
-    need(!quantised || width % kBlock == 0, "a quantised buffer holds whole blocks of 32 lanes");
-    buffers_.push_back({width, quantised, rows});
+    need(bits == 8 || bits == 16 || bits == 32, "a lane has 8, 16 or 32 bits");
+    need(bits == 32 || width % kBlock == 0, "a quantised buffer holds whole blocks of 32 lanes");
+    buffers_.push_back({width, bits, rows});
     return static_cast<int>(buffers_.size()) - 1;
 }
 
@@ -72,12 +73,12 @@ const Program::Buffer& Program::check_lanes(Lanes lanes) const {
     need(lanes.buffer >= 0 && lanes.buffer < static_cast<int>(buffers_.size()), "there is no such buffer");
     const Buffer& buffer = buffers_[static_cast<size_t>(lanes.buffer)];
     need(lanes.offset >= 0 && lanes.width > 0 && lanes.width <= buffer.width - lanes.offset, "lanes beyond the buffer");
-    need(!buffer.quantised || lanes.width == buffer.width, "a part of a quantised buffer");
+    need(!buffer.quantised() || lanes.width == buffer.width, "a part of a quantised buffer");
     return buffer;
 }
 
 void Program::check_f32(Lanes lanes, int width) const {
-    need(!check_lanes(lanes).quantised, "f32 lanes are needed");
+    need(!check_lanes(lanes).quantised(), "f32 lanes are needed");
     need(lanes.width == width, "the widths differ");
 }
 
@@ -114,14 +115,14 @@ void Program::rms_norm(Lanes x, int vector, float eps, Lanes out) {
     check_out(out, x.width);
     const int group = static_cast<int>(vectors_[static_cast<size_t>(vector)].size());
     need(x.width % group == 0, "the norm's weight does not divide the row");
-    need(x.width == group || !check_lanes(out).quantised, "a norm of heads cannot be quantised at once");
+    need(x.width == group || !check_lanes(out).quantised(), "a norm of heads cannot be quantised at once");
     push({.kind = Kind::rms_norm, .a = x, .b = {}, .out = out, .vector = vector, .eps = eps});
 }
 
 void Program::quantise(Lanes x, Lanes out) {
     check_f32(x, x.width);
     check_out(out, x.width);
-    need(check_lanes(out).quantised, "the output is not quantised");
+    need(check_lanes(out).quantised(), "the output is not quantised");
     push({.kind = Kind::quantise, .a = x, .b = {}, .out = out});
 }
 
@@ -129,7 +130,7 @@ void Program::matmul(Lanes x, int matrix, int bias, Lanes residual, Lanes out) {
     need(matrix >= 0 && matrix < static_cast<int>(matrices_.size()), "there is no such matrix");
     const PackedMatrix& weights = *matrices_[static_cast<size_t>(matrix)];
     check_out(x, static_cast<int>(weights.cols()));
-    need(check_lanes(x).quantised == takes_rounded(weights.layout()), "the matrix takes the other kind of activations");
+    need(check_lanes(x).quantised() == takes_rounded(weights.layout()), "the matrix takes the other kind of activations");
     const int rows = static_cast<int>(weights.rows());
     check_f32(out, rows);
     if (residual.buffer >= 0) check_f32(residual, rows);
@@ -179,7 +180,7 @@ void Program::add(Lanes a, Lanes b, Lanes out) {
     push({.kind = Kind::add, .a = a, .b = b, .out = out});
 }
 
-void Program::logits(Lanes x, int vector, float eps, int matrix) {
+void Program::logits(Lanes x, int vector, float eps, int matrix, int bits) {
     need(matrix >= 0 && matrix < static_cast<int>(matrices_.size()), "there is no such matrix");
     const PackedMatrix& head = *matrices_[static_cast<size_t>(matrix)];
     check_f32(x, static_cast<int>(head.cols()));
@@ -189,9 +190,10 @@ void Program::logits(Lanes x, int vector, float eps, int matrix) {
         need(vectors_[static_cast<size_t>(vector)].size() == static_cast<size_t>(x.width), "the norm has another width");
     }
     const int rows = std::min(kLogitTile, max_rows_);
-    head_in_ = {new_buffer(x.width, takes_rounded(head.layout()), rows), 0, x.width};
-    head_out_ = {new_buffer(vocab_, false, rows), 0, vocab_};
-    scratch_ = {new_buffer(2 * vocab_, false, pool_->threads()), 0, 2 * vocab_};
+    need((bits != 32) == takes_rounded(head.layout()), "the head takes the other kind of activations");
+    head_in_ = {new_buffer(x.width, bits, rows), 0, x.width};
+    head_out_ = {new_buffer(vocab_, 32, rows), 0, vocab_};
+    scratch_ = {new_buffer(2 * vocab_, 32, pool_->threads()), 0, 2 * vocab_};
     push({.kind = Kind::logits, .a = x, .b = {}, .out = {}, .matrix = matrix, .vector = vector, .eps = eps});
 }
 
@@ -203,9 +205,10 @@ void Program::finish() {
         buffer.offset = bytes;
         const size_t rows = static_cast<size_t>(buffer.rows);
         const size_t blocks = static_cast<size_t>(buffer.width / kBlock);
-        const size_t planes = 2 * pad_bytes(rows * blocks * 4) + pad_bytes(rows * blocks * 8);  // scales, sums, half sums
-        bytes += buffer.quantised ? pad_bytes(rows * 2 * static_cast<size_t>(buffer.width)) + planes
-                                  : rows * static_cast<size_t>(pad_lanes(buffer.width)) * sizeof(float);
+        // Scales, offsets, sums, half sums.
+        const size_t planes = 3 * pad_bytes(rows * blocks * 4) + pad_bytes(rows * blocks * 8);
+        bytes += buffer.quantised() ? pad_bytes(rows * static_cast<size_t>(buffer.bytes() * buffer.width)) + planes
+                                    : rows * static_cast<size_t>(pad_lanes(buffer.width)) * sizeof(float);
     }
     arena_ = std::make_unique<Memory>(bytes, *pool_);
     reserve_parts();
@@ -225,21 +228,28 @@ float* Program::f32(Lanes lanes, int row) const {
 
 int64_t Program::stride(Lanes lanes) const { return pad_lanes(buffers_[static_cast<size_t>(lanes.buffer)].width); }
 
-Program::QuantisedRows Program::quantised_rows(const Buffer& buffer) const {
+// The planes of a quantised buffer, from lane `first` of all its rows on; whole blocks.
+RoundedLanes Program::levels(const Buffer& buffer, int64_t first) const {
     uint8_t* const q = arena_->data() + buffer.offset;
     const size_t rows = static_cast<size_t>(buffer.rows);
-    uint8_t* const scales = q + pad_bytes(rows * 2 * static_cast<size_t>(buffer.width));
+    uint8_t* const scales = q + pad_bytes(rows * static_cast<size_t>(buffer.bytes() * buffer.width));
     const size_t plane = pad_bytes(rows * static_cast<size_t>(buffer.width / kBlock) * sizeof(float));
-    int32_t* const sums = reinterpret_cast<int32_t*>(scales + plane);
-    int32_t* const half_sums = reinterpret_cast<int32_t*>(scales + 2 * plane);
-    return {reinterpret_cast<int8_t*>(q), reinterpret_cast<float*>(scales), sums, half_sums};
+    const int64_t block = first / kBlock;
+    return {reinterpret_cast<int8_t*>(q) + buffer.bytes() * first, reinterpret_cast<float*>(scales) + block,
+            reinterpret_cast<int16_t*>(scales + plane) + 2 * block, reinterpret_cast<int32_t*>(scales + 2 * plane) + block,
+            reinterpret_cast<int32_t*>(scales + 3 * plane) + 2 * block};
 }
 
 Activations Program::activations(Lanes lanes) const {
     const Buffer& buffer = buffers_[static_cast<size_t>(lanes.buffer)];
-    if (!buffer.quantised) return {f32(lanes, 0), stride(lanes), nullptr, nullptr, nullptr, nullptr};
-    const QuantisedRows rows = quantised_rows(buffer);
-    return {nullptr, 0, rows.q, rows.scales, rows.sums, rows.half_sums};
+    if (!buffer.quantised()) return {.values = f32(lanes, 0), .stride = stride(lanes)};
+    const RoundedLanes rows = levels(buffer, 0);
+    return {.bytes = buffer.bytes(),
+            .q = rows.q,
+            .scale = rows.scales,
+            .offset = rows.offsets,
+            .sum = rows.sums,
+            .half_sum = rows.half_sums};
 }
 
 }  // namespace chairlift

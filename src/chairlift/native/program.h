@@ -37,8 +37,8 @@ public:
 
     // Recording. All throw std::invalid_argument on operands that do not fit together.
 
-    // A buffer of `width` lanes a row: f32, or 16-bit levels with a scale and a sum per 32 lanes.
-    int add_buffer(int width, bool quantised);
+    // A buffer of `width` lanes a row, of 32 bits: f32; or of 8 or 16: levels with a scale and a sum per 32 lanes.
+    int add_buffer(int width, int bits);
     int add_matrix(std::shared_ptr<const PackedMatrix> matrix);
     int add_vector(std::vector<float> values);
     // Pair i turns by position * frequencies[i].
@@ -55,8 +55,9 @@ public:
     void attend(Lanes queries, int layer, Lanes out);
     void swiglu(Lanes gate, Lanes up, Lanes out);
     void add(Lanes a, Lanes b, Lanes out);
-    // Norm (vector -1: none), head product and sampling, for the step's logit rows only. Once, at the end.
-    void logits(Lanes x, int vector, float eps, int matrix);
+    // Norm (vector -1: none), head product of lanes of so many bits, and sampling, for the step's logit rows only. Once, at
+    // the end.
+    void logits(Lanes x, int vector, float eps, int matrix, int bits);
     // Allocates the arena; nothing can be recorded after.
     void finish();
 
@@ -83,9 +84,12 @@ private:
 
     struct Buffer {
         int width;
-        bool quantised;
+        int bits;  // of a lane
         int rows;
         size_t offset = 0;  // into the arena
+
+        bool quantised() const { return bits != 32; }
+        int bytes() const { return bits / 8; }
     };
 
     struct Rope {
@@ -120,15 +124,7 @@ private:
         float* parts;
     };
 
-    // The planes of a quantised buffer.
-    struct QuantisedRows {
-        int8_t* q;
-        float* scales;
-        int32_t* sums;
-        int32_t* half_sums;
-    };
-
-    int new_buffer(int width, bool quantised, int rows);
+    int new_buffer(int width, int bits, int rows);
     const Buffer& check_lanes(Lanes lanes) const;
     void check_f32(Lanes lanes, int width) const;
     void check_out(Lanes out, int width) const;
@@ -139,7 +135,7 @@ private:
     // Rows of buffers.
     float* f32(Lanes lanes, int row) const;
     int64_t stride(Lanes lanes) const;
-    QuantisedRows quantised_rows(const Buffer& buffer) const;
+    RoundedLanes levels(const Buffer& buffer, int64_t first) const;
     Activations activations(Lanes lanes) const;
     template <class Fill>
     void fill_row(Lanes out, int row, Fill fill) const;

@@ -37,19 +37,16 @@ void Program::each_row(int rows, int64_t work_per_row, Fn fn) {
 template <class Fill>
 void Program::fill_row(Lanes out, int row, Fill fill) const {
     const Buffer& buffer = buffers_[static_cast<size_t>(out.buffer)];
-    if (!buffer.quantised) {
+    if (!buffer.quantised()) {
         fill(0, out.width, f32(out, row));
         return;
     }
-    const QuantisedRows rows = quantised_rows(buffer);
+    const auto quantise = kernels_.elementwise.quantise[buffer.bytes() - 1];
     alignas(64) float slice[kSliceLanes];
     for (int lane = 0; lane < out.width; lane += kSliceLanes) {
         const int count = std::min(kSliceLanes, out.width - lane);
         fill(lane, count, slice);
-        const int64_t at = int64_t{row} * buffer.width + lane;
-        const int64_t block = at / kBlock;
-        kernels_.elementwise.quantise(slice, count, rows.q + 2 * at, rows.scales + block, rows.sums + block,
-                                      rows.half_sums + 2 * block);
+        quantise(slice, count, levels(buffer, int64_t{row} * buffer.width + lane));
     }
 }
 

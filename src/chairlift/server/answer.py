@@ -147,7 +147,7 @@ class Answer:
             "created": self.created,
             "model": self.job.model,
             # An answer depends on these and nothing else of the server: see "Determinism" in the docs.
-            "system_fingerprint": f"chairlift-{__version__}-{plan.isa}-{plan.kv_dtype}",
+            "system_fingerprint": f"chairlift-{__version__}-{plan.isa}-a{plan.activation_bits}-{plan.kv_dtype}",
         }
 
     def _chunk(self, choices: list[Json]) -> Json:
