@@ -183,8 +183,9 @@ def test_any_schedule_gives_the_same_bits(tiny_gguf: TinyGGUF, data: st.DataObje
 
 @pytest.mark.parametrize("kv", KV_DTYPES)
 def test_long_contexts(tiny_gguf: TinyGGUF, backend: NativeBackend, kv: KVDtype) -> None:
-    """Splits of a long context that depend on the chunk, or are merged wrongly."""
-    path = tiny_gguf("llama", layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=32, context=4096)
+    """Splits of a long context or blocks of rows that depend on the chunk or the threads, or are joined wrongly."""
+    shape = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "ffn": 32, "context": 4096}
+    path = tiny_gguf("llama", weight_type="Q4_1", **shape)
     model = load(backend, path, kv, num_blocks=LONG_BLOCKS, rows=2300)
     tokens = tokens_of(5, 2200)
     table = list(range(138))

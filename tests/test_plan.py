@@ -43,11 +43,18 @@ def test_defaults_on_a_roomy_machine() -> None:
     """Defaults that drift from what the documentation says."""
     made = plan()
     assert (made.max_num_seqs, made.max_model_len, made.max_queue) == (20, 8192, 40)
-    assert (made.max_num_batched_tokens, made.block_size, made.kv_dtype) == (512, 16, "bf16")
+    assert (made.max_num_batched_tokens, made.block_size, made.kv_dtype) == (128, 16, "bf16")
     assert made.pool_tokens == 20 * 1024
     assert made.full_conversations == 2.5
     assert made.threads == 2
     assert made.max_gap_s is None
+
+
+def test_steps_grow_with_threads_and_slots() -> None:
+    """Sixteen cores with eight tokens each, or slots that were asked for cut to a default that nobody asked for."""
+    assert plan(Config(threads=16), num_cpus=16, quota=None).max_num_batched_tokens == 1024
+    made = plan(Config(max_num_seqs=300))
+    assert (made.max_num_batched_tokens, made.max_num_seqs) == (300, 300)
 
 
 def test_a_pool_below_all_slots_at_full_context_is_said() -> None:

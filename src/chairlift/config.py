@@ -282,7 +282,10 @@ class Config:
         None, whole(1, 1024), "Slots: requests that run at once.", "20, or what memory carries at full context"
     )
     max_num_batched_tokens: int | None = _scheduling(
-        None, whole(1, 65536), "Most tokens of one step; below the number of slots it lowers the slots.", "512"
+        None,
+        whole(1, 65536),
+        "Most tokens of one step; below the number of slots it lowers the slots.",
+        "64 a thread, at least 128 and the slots",
     )
     max_queue: int | None = _scheduling(
         None, whole(0, 100_000), "Requests that may wait; one more gets a 503.", "2 x slots"

@@ -17,7 +17,9 @@ Batching = Literal["continuous", "static", "serial"]
 BLOCK_SIZE = 16
 DEFAULT_SLOTS = 20
 DEFAULT_CONTEXT = 8192
-DEFAULT_STEP_TOKENS = 512
+LEAST_STEP_TOKENS = 128
+THREAD_STEP_TOKENS = 64
+"""Tokens of a step that each thread takes through a layer by itself: more no longer fit its cache (docs/log.md)."""
 SLOT_TOKENS = 1024
 """KV that each slot gets by default, unless the context is shorter: conversations are seldom full at once, and memory
 that is touched at start costs about a second per GiB on a new virtual machine (docs/log.md)."""
@@ -86,7 +88,9 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDis
     """
     notes: list[str] = []
     kv_dtype: Literal["bf16", "int8"] = "int8" if config.kv_cache_dtype == "int8" else "bf16"
-    step_tokens = config.max_num_batched_tokens or DEFAULT_STEP_TOKENS
+    threads = _threads(config, machine, notes)
+    default_tokens = max(LEAST_STEP_TOKENS, THREAD_STEP_TOKENS * threads, config.max_num_seqs or 0)
+    step_tokens = config.max_num_batched_tokens or default_tokens
     memory = _Memory.after_weights(config, spec, machine, model, step_tokens)
     per_token = cost.kv_bytes_per_token(spec, kv_dtype)
     limit = memory.pool_limit(per_token * BLOCK_SIZE)
@@ -117,7 +121,7 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDis
         batching=config.batching,
         max_gap_s=None if config.max_gap_ms is None else config.max_gap_ms / 1000,
         watchdog_s=config.watchdog_s,
-        threads=_threads(config, machine, notes),
+        threads=threads,
         isa=isa,
         activation_bits=16 if config.activation_dtype == "int16" else 8,
         max_queue_wait_s=config.max_queue_wait,

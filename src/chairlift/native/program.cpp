@@ -240,10 +240,11 @@ RoundedLanes Program::levels(const Buffer& buffer, int64_t first) const {
             reinterpret_cast<int32_t*>(scales + 3 * plane) + 2 * block};
 }
 
-Activations Program::activations(Lanes lanes) const {
+// From a row on.
+Activations Program::activations(Lanes lanes, int row) const {
     const Buffer& buffer = buffers_[static_cast<size_t>(lanes.buffer)];
-    if (!buffer.quantised()) return {.values = f32(lanes, 0), .stride = stride(lanes)};
-    const RoundedLanes rows = levels(buffer, 0);
+    if (!buffer.quantised()) return {.values = f32(lanes, row), .stride = stride(lanes)};
+    const RoundedLanes rows = levels(buffer, int64_t{row} * buffer.width);
     return {.bytes = buffer.bytes(),
             .q = rows.q,
             .scale = rows.scales,

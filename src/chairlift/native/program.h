@@ -82,6 +82,13 @@ private:
         float eps = 0.0F;
     };
 
+    // Rows [first, first + count) of the step, for all threads or for the one that runs them.
+    struct Rows {
+        int first;
+        int count;
+        bool shared;
+    };
+
     struct Buffer {
         int width;
         int bits;  // of a lane
@@ -136,7 +143,7 @@ private:
     float* f32(Lanes lanes, int row) const;
     int64_t stride(Lanes lanes) const;
     RoundedLanes levels(const Buffer& buffer, int64_t first) const;
-    Activations activations(Lanes lanes) const;
+    Activations activations(Lanes lanes, int row) const;
     template <class Fill>
     void fill_row(Lanes out, int row, Fill fill) const;
     void norm_row(const float* x, int width, const Op& op, Lanes out, int row) const;
@@ -145,13 +152,14 @@ private:
     template <class Fn>
     void share(int64_t units, int64_t work_per_unit, Fn fn);
     template <class Fn>
-    void each_row(int rows, int64_t work_per_row, Fn fn);
+    void each_row(Rows rows, int64_t work_per_row, Fn fn);
 
     void prepare(const Step& step);
-    void run_op(const Op& op, const Step& step, const StepResult& result);
-    void run_matmul(const Op& op, int rows);
-    void run_rope(const Op& op, int rows);
-    void run_write_kv(const Op& op, const Step& step);
+    void run_ops(const Op* begin, const Op* end, const Step& step);
+    void run_op(const Op& op, Rows rows, const Step& step);
+    void run_matmul(const Op& op, Rows rows);
+    void run_rope(const Op& op, Rows rows);
+    void run_write_kv(const Op& op, Rows rows, const Step& step);
     void reserve_parts();
     void plan_attention(const Step& step, int group);
     void cut_tiles(const Step& step, int group);
@@ -161,7 +169,7 @@ private:
     void run_unit(const AttendTask& task, const Unit& unit);
     void run_logits(const Op& op, const Step& step, const StepResult& result);
     void gather_logit_rows(const Op& op, const Step& step, int first, int count);
-    void multiply(const MatmulArgs& args);
+    void multiply(const MatmulArgs& args, bool shared);
     void reduce(const Step& step, const StepResult& result, int first, int count);
 
     const Kernels& kernels_;

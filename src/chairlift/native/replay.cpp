@@ -14,6 +14,10 @@ constexpr int64_t kChunkWork = 1 << 16;
 constexpr int kChunksPerThread = 4;
 // Lanes of a row made as f32 before they are rounded; whole blocks of 32.
 constexpr int kSliceLanes = 512;
+// Rows that one thread takes through all ops between two attentions: few enough to stay in its cache from op to op.
+constexpr int kBlockRows = 64;
+// With fewer rows a thread, an op's outputs are shared out instead, so that each weight is read by one thread only.
+constexpr int kLeastBlockRows = 24;
 
 }  // namespace
 
@@ -27,10 +31,15 @@ void Program::share(int64_t units, int64_t work_per_unit, Fn fn) {
 }
 
 template <class Fn>
-void Program::each_row(int rows, int64_t work_per_row, Fn fn) {
-    share(rows, work_per_row, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) fn(static_cast<int>(row));
-    });
+void Program::each_row(Rows rows, int64_t work_per_row, Fn fn) {
+    const auto run = [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) fn(rows.first + static_cast<int>(row));
+    };
+    if (rows.shared) {
+        share(rows.count, work_per_row, run);
+    } else {
+        run(0, rows.count);
+    }
 }
 
 // Makes a row with fill(first_lane, num_lanes, f32 destination), rounding it slice by slice when `out` is quantised.
@@ -68,7 +77,35 @@ void Program::run(const Step& step, const StepResult& result) {
     const std::lock_guard one_at_a_time(running_);
     checker_.check(step, result);
     prepare(step);
-    for (const Op& op : ops_) run_op(op, step, result);
+    const Op* const end = ops_.data() + ops_.size();
+    for (const Op* op = ops_.data(); op < end;) {
+        const Op* const next = std::find_if(op, end, [](const Op& o) { return o.kind == Kind::attend || o.kind == Kind::logits; });
+        run_ops(op, next, step);
+        if (next->kind == Kind::attend) {
+            run_attend(*next, step);
+        } else {
+            run_logits(*next, step, result);
+        }
+        op = next + 1;
+    }
+}
+
+// Ops that look at one row at a time. Many rows are cut into blocks, each taken through all of them by one thread: no waiting
+// for other threads between ops, and what an op writes the next finds in the cache.
+void Program::run_ops(const Op* begin, const Op* end, const Step& step) {
+    const int rows = step.num_rows();
+    const int threads = pool_->threads();
+    if (rows < threads * kLeastBlockRows) {
+        for (const Op* op = begin; op < end; ++op) run_op(*op, {0, rows, true}, step);
+        return;
+    }
+    const int turns = (rows + threads * kBlockRows - 1) / (threads * kBlockRows);
+    const int blocks = turns * threads;
+    pool_->run(blocks, [&](int block) {
+        const int first = rows * block / blocks;
+        const int last = rows * (block + 1) / blocks;
+        for (const Op* op = begin; op < end; ++op) run_op(*op, {first, last - first, false}, step);
+    });
 }
 
 // What all layers share: the rotations of the step's positions, and how attention is shared out.
@@ -76,7 +113,7 @@ void Program::prepare(const Step& step) {
     planned_group_ = 0;
     for (Rope& rope : ropes_) {
         const size_t pairs = rope.frequencies.size();
-        each_row(step.num_rows(), static_cast<int64_t>(pairs) * 64, [&](int row) {
+        each_row({0, step.num_rows(), true}, static_cast<int64_t>(pairs) * 64, [&](int row) {
             for (size_t pair = 0; pair < pairs; ++pair) {
                 const double angle = step.positions[static_cast<size_t>(row)] * rope.frequencies[pair];
                 const size_t at = static_cast<size_t>(row) * pairs + pair;
@@ -87,9 +124,8 @@ void Program::prepare(const Step& step) {
     }
 }
 
-void Program::run_op(const Op& op, const Step& step, const StepResult& result) {
+void Program::run_op(const Op& op, Rows rows, const Step& step) {
     const ElementwiseKernels& kernel = kernels_.elementwise;
-    const int rows = step.num_rows();
     switch (op.kind) {
         case Kind::embed: {
             const MatrixView& table = matrices_[static_cast<size_t>(op.matrix)]->view();
@@ -122,37 +158,38 @@ void Program::run_op(const Op& op, const Step& step, const StepResult& result) {
             break;
         case Kind::matmul: run_matmul(op, rows); break;
         case Kind::rope: run_rope(op, rows); break;
-        case Kind::write_kv: run_write_kv(op, step); break;
-        case Kind::attend: run_attend(op, step); break;
-        case Kind::logits: run_logits(op, step, result); break;
+        case Kind::write_kv: run_write_kv(op, rows, step); break;
+        case Kind::attend:
+        case Kind::logits: break;  // not of single rows
     }
 }
 
 // In pairs of panels: the kernels take two at a time.
-void Program::multiply(const MatmulArgs& args) {
+void Program::multiply(const MatmulArgs& args, bool shared) {
     const int64_t work = int64_t{args.num_rows} * 2 * kPanelRows * args.weights.cols;
     const int64_t panels = (args.weights.rows + kPanelRows - 1) / kPanelRows;
+    if (!shared) return kernels_.matmul.run(args, 0, panels);
     share((panels + 1) / 2, work, [&](int64_t begin, int64_t end) {
         kernels_.matmul.run(args, 2 * begin, std::min(2 * end, panels));
     });
 }
 
-void Program::run_matmul(const Op& op, int rows) {
+void Program::run_matmul(const Op& op, Rows rows) {
     MatmulArgs args{};
     args.weights = matrices_[static_cast<size_t>(op.matrix)]->view();
-    args.x = activations(op.a);
-    args.num_rows = rows;
-    args.out = f32(op.out, 0);
+    args.x = activations(op.a, rows.first);
+    args.num_rows = rows.count;
+    args.out = f32(op.out, rows.first);
     args.out_stride = stride(op.out);
     if (op.vector >= 0) args.bias = vectors_[static_cast<size_t>(op.vector)].data();
     if (op.b.buffer >= 0) {
-        args.residual = f32(op.b, 0);
+        args.residual = f32(op.b, rows.first);
         args.residual_stride = stride(op.b);
     }
-    multiply(args);
+    multiply(args, rows.shared);
 }
 
-void Program::run_rope(const Op& op, int rows) {
+void Program::run_rope(const Op& op, Rows rows) {
     const Rope& rope = ropes_[static_cast<size_t>(op.index)];
     const int pairs = static_cast<int>(rope.frequencies.size());
     const int head_dim = cache_->shape().head_dim;
@@ -164,15 +201,15 @@ void Program::run_rope(const Op& op, int rows) {
     });
 }
 
-void Program::run_write_kv(const Op& op, const Step& step) {
-    each_row(step.num_rows(), 8 * op.a.width, [&](int row) {
+void Program::run_write_kv(const Op& op, Rows rows, const Step& step) {
+    each_row(rows, 8 * op.a.width, [&](int row) {
         const int32_t slot = step.slots[static_cast<size_t>(row)];
         kernels_.attention.write({&cache_->shape(), cache_->layer(op.index), f32(op.a, row), f32(op.b, row), slot});
     });
 }
 
 void Program::gather_logit_rows(const Op& op, const Step& step, int first, int count) {
-    each_row(count, 2 * op.a.width, [&](int i) {
+    each_row({0, count, true}, 2 * op.a.width, [&](int i) {
         const float* const x = f32(op.a, step.logit_rows[static_cast<size_t>(first + i)]);
         if (op.vector >= 0) {
             norm_row(x, op.a.width, op, head_in_, i);
@@ -190,11 +227,11 @@ void Program::run_logits(const Op& op, const Step& step, const StepResult& resul
         gather_logit_rows(op, step, first, count);
         MatmulArgs args{};
         args.weights = matrices_[static_cast<size_t>(op.matrix)]->view();
-        args.x = activations(head_in_);
+        args.x = activations(head_in_, 0);
         args.num_rows = count;
         args.out = f32(head_out_, 0);
         args.out_stride = stride(head_out_);
-        multiply(args);
+        multiply(args, true);
         reduce(step, result, first, count);
     }
 }
