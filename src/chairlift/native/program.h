@@ -82,11 +82,10 @@ private:
         float eps = 0.0F;
     };
 
-    // Rows [first, first + count) of the step, for all threads or for the one that runs them.
+    // Rows [first, first + count) of the step.
     struct Rows {
         int first;
         int count;
-        bool shared;
     };
 
     struct Buffer {
@@ -152,12 +151,14 @@ private:
     template <class Fn>
     void share(int64_t units, int64_t work_per_unit, Fn fn);
     template <class Fn>
-    void each_row(Rows rows, int64_t work_per_row, Fn fn);
+    void share_rows(int rows, int64_t work_per_row, Fn fn);
 
     void prepare(const Step& step);
     void run_ops(const Op* begin, const Op* end, const Step& step);
+    void run_rows(const Op* begin, const Op* end, Rows rows, const Step& step);
+    static int64_t row_work(const Op& op);
     void run_op(const Op& op, Rows rows, const Step& step);
-    void run_matmul(const Op& op, Rows rows);
+    void run_matmul(const Op& op, Rows rows, bool shared);
     void run_rope(const Op& op, Rows rows);
     void run_write_kv(const Op& op, Rows rows, const Step& step);
     void reserve_parts();

@@ -11,13 +11,19 @@ namespace {
 // Below about this many multiply-adds a chunk costs less than handing it to another thread (a few microseconds).
 constexpr int64_t kChunkWork = 1 << 16;
 // More chunks than threads, so that a thread that lost its core is not waited for long.
-constexpr int kChunksPerThread = 4;
+constexpr int kChunksPerThread = 2;
 // Lanes of a row made as f32 before they are rounded; whole blocks of 32.
 constexpr int kSliceLanes = 512;
 // Rows that one thread takes through all ops between two attentions: few enough to stay in its cache from op to op.
 constexpr int kBlockRows = 64;
-// With fewer rows a thread, an op's outputs are shared out instead, so that each weight is read by one thread only.
-constexpr int kLeastBlockRows = 24;
+// With fewer rows a thread, an op's outputs are shared out instead, so that each weight is read by one thread only: the more
+// threads read them all, the more they must do with each.
+int least_block_rows(int threads) { return std::min(4 * threads, 48); }
+
+template <class Rows, class Fn>
+void each_row(Rows rows, Fn fn) {
+    for (int row = rows.first; row < rows.first + rows.count; ++row) fn(row);
+}
 
 }  // namespace
 
@@ -30,16 +36,12 @@ void Program::share(int64_t units, int64_t work_per_unit, Fn fn) {
     pool_->run(chunks, [&](int chunk) { fn(units * chunk / chunks, units * (chunk + 1) / chunks); });
 }
 
+// Calls fn(row) for each of a step's rows, in parallel when there is enough work.
 template <class Fn>
-void Program::each_row(Rows rows, int64_t work_per_row, Fn fn) {
-    const auto run = [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) fn(rows.first + static_cast<int>(row));
-    };
-    if (rows.shared) {
-        share(rows.count, work_per_row, run);
-    } else {
-        run(0, rows.count);
-    }
+void Program::share_rows(int rows, int64_t work_per_row, Fn fn) {
+    share(rows, work_per_row, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) fn(static_cast<int>(row));
+    });
 }
 
 // Makes a row with fill(first_lane, num_lanes, f32 destination), rounding it slice by slice when `out` is quantised.
@@ -91,21 +93,48 @@ void Program::run(const Step& step, const StepResult& result) {
 }
 
 // Ops that look at one row at a time. Many rows are cut into blocks, each taken through all of them by one thread: no waiting
-// for other threads between ops, and what an op writes the next finds in the cache.
+// for other threads between ops, and what an op writes the next finds in the cache. Of few rows, products are shared out by
+// their outputs, and what stands between two of them by rows.
 void Program::run_ops(const Op* begin, const Op* end, const Step& step) {
     const int rows = step.num_rows();
     const int threads = pool_->threads();
-    if (rows < threads * kLeastBlockRows) {
-        for (const Op* op = begin; op < end; ++op) run_op(*op, {0, rows, true}, step);
+    if (rows >= threads * least_block_rows(threads)) {
+        const int turns = (rows + threads * kBlockRows - 1) / (threads * kBlockRows);
+        const int blocks = turns * threads;
+        pool_->run(blocks, [&](int block) {
+            const int first = rows * block / blocks;
+            run_rows(begin, end, {first, rows * (block + 1) / blocks - first}, step);
+        });
         return;
     }
-    const int turns = (rows + threads * kBlockRows - 1) / (threads * kBlockRows);
-    const int blocks = turns * threads;
-    pool_->run(blocks, [&](int block) {
-        const int first = rows * block / blocks;
-        const int last = rows * (block + 1) / blocks;
-        for (const Op* op = begin; op < end; ++op) run_op(*op, {first, last - first, false}, step);
-    });
+    for (const Op* op = begin; op < end;) {
+        const Op* const product = std::find_if(op, end, [](const Op& o) { return o.kind == Kind::matmul; });
+        int64_t work = 0;
+        for (const Op* o = op; o < product; ++o) work += row_work(*o);
+        if (op < product) {
+            share(rows, work, [&](int64_t first, int64_t last) {
+                run_rows(op, product, {static_cast<int>(first), static_cast<int>(last - first)}, step);
+            });
+        }
+        if (product < end) run_matmul(*product, {0, rows}, true);
+        op = product + 1;
+    }
+}
+
+void Program::run_rows(const Op* begin, const Op* end, Rows rows, const Step& step) {
+    for (const Op* op = begin; op < end; ++op) run_op(*op, rows, step);
+}
+
+// Multiply-adds of a product that take about as long as a row of an op that is none.
+int64_t Program::row_work(const Op& op) {
+    switch (op.kind) {
+        case Kind::swiglu:
+        case Kind::write_kv: return 64 * op.a.width;
+        case Kind::rms_norm:
+        case Kind::quantise: return 32 * op.a.width;
+        case Kind::embed: return 16 * op.out.width;
+        default: return 16 * op.a.width;
+    }
 }
 
 // What all layers share: the rotations of the step's positions, and how attention is shared out.
@@ -113,7 +142,7 @@ void Program::prepare(const Step& step) {
     planned_group_ = 0;
     for (Rope& rope : ropes_) {
         const size_t pairs = rope.frequencies.size();
-        each_row({0, step.num_rows(), true}, static_cast<int64_t>(pairs) * 64, [&](int row) {
+        share_rows(step.num_rows(), static_cast<int64_t>(pairs) * 64, [&](int row) {
             for (size_t pair = 0; pair < pairs; ++pair) {
                 const double angle = step.positions[static_cast<size_t>(row)] * rope.frequencies[pair];
                 const size_t at = static_cast<size_t>(row) * pairs + pair;
@@ -129,34 +158,34 @@ void Program::run_op(const Op& op, Rows rows, const Step& step) {
     switch (op.kind) {
         case Kind::embed: {
             const MatrixView& table = matrices_[static_cast<size_t>(op.matrix)]->view();
-            each_row(rows, op.out.width, [&](int row) {
+            each_row(rows, [&](int row) {
                 embed_row(table, step.tokens[static_cast<size_t>(row)], f32(op.out, row));
             });
             break;
         }
         case Kind::rms_norm:
-            each_row(rows, 2 * op.a.width, [&](int row) { norm_row(f32(op.a, row), op.a.width, op, op.out, row); });
+            each_row(rows, [&](int row) { norm_row(f32(op.a, row), op.a.width, op, op.out, row); });
             break;
         case Kind::quantise:
-            each_row(rows, op.a.width, [&](int row) {
+            each_row(rows, [&](int row) {
                 fill_row(op.out, row, [&](int lane, int count, float* to) {
                     std::copy_n(f32(op.a, row) + lane, count, to);
                 });
             });
             break;
         case Kind::swiglu:
-            each_row(rows, 4 * op.a.width, [&](int row) {
+            each_row(rows, [&](int row) {
                 fill_row(op.out, row, [&](int lane, int count, float* to) {
                     kernel.swiglu(f32(op.a, row) + lane, f32(op.b, row) + lane, count, to);
                 });
             });
             break;
         case Kind::add:
-            each_row(rows, op.a.width, [&](int row) {
+            each_row(rows, [&](int row) {
                 kernel.add(f32(op.a, row), f32(op.b, row), op.a.width, f32(op.out, row));
             });
             break;
-        case Kind::matmul: run_matmul(op, rows); break;
+        case Kind::matmul: run_matmul(op, rows, false); break;
         case Kind::rope: run_rope(op, rows); break;
         case Kind::write_kv: run_write_kv(op, rows, step); break;
         case Kind::attend:
@@ -174,7 +203,7 @@ void Program::multiply(const MatmulArgs& args, bool shared) {
     });
 }
 
-void Program::run_matmul(const Op& op, Rows rows) {
+void Program::run_matmul(const Op& op, Rows rows, bool shared) {
     MatmulArgs args{};
     args.weights = matrices_[static_cast<size_t>(op.matrix)]->view();
     args.x = activations(op.a, rows.first);
@@ -186,14 +215,14 @@ void Program::run_matmul(const Op& op, Rows rows) {
         args.residual = f32(op.b, rows.first);
         args.residual_stride = stride(op.b);
     }
-    multiply(args, rows.shared);
+    multiply(args, shared);
 }
 
 void Program::run_rope(const Op& op, Rows rows) {
     const Rope& rope = ropes_[static_cast<size_t>(op.index)];
     const int pairs = static_cast<int>(rope.frequencies.size());
     const int head_dim = cache_->shape().head_dim;
-    each_row(rows, 2 * op.a.width, [&](int row) {
+    each_row(rows, [&](int row) {
         const float* const cosines = rope.cosines.data() + int64_t{row} * pairs;
         const float* const sines = rope.sines.data() + int64_t{row} * pairs;
         const RopeRow turn{cosines, sines, pairs, op.a.width / head_dim, head_dim, rope.interleaved};
@@ -202,14 +231,14 @@ void Program::run_rope(const Op& op, Rows rows) {
 }
 
 void Program::run_write_kv(const Op& op, Rows rows, const Step& step) {
-    each_row(rows, 8 * op.a.width, [&](int row) {
+    each_row(rows, [&](int row) {
         const int32_t slot = step.slots[static_cast<size_t>(row)];
         kernels_.attention.write({&cache_->shape(), cache_->layer(op.index), f32(op.a, row), f32(op.b, row), slot});
     });
 }
 
 void Program::gather_logit_rows(const Op& op, const Step& step, int first, int count) {
-    each_row({0, count, true}, 2 * op.a.width, [&](int i) {
+    share_rows(count, 32 * op.a.width, [&](int i) {
         const float* const x = f32(op.a, step.logit_rows[static_cast<size_t>(first + i)]);
         if (op.vector >= 0) {
             norm_row(x, op.a.width, op, head_in_, i);
