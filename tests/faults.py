@@ -254,6 +254,7 @@ class Readers:
 
     def _take(self, output: Output) -> None:
         assert self.engine is not None
+        assert output.request not in {final.request for final in self.finals}, "text after the end"
         kind, at = self._requests[output.request]
         self.texts[output.request] += output.text
         if kind == "leaves" and output.num_tokens > at:
@@ -311,7 +312,15 @@ def leftovers(engine: Engine) -> list[str]:
     if held := engine.snapshot().num_used_blocks:
         found.append(f"{held} blocks are held")
     # What is told to readers and observers is theirs to keep; everything else must forget.
-    parts = [scheduler, engine._door, engine._speed, engine._suspects, engine._cancelled, engine._preemptions]
+    parts = [
+        scheduler,
+        engine._door,
+        engine._speed,
+        engine._suspects,
+        engine._cancelled,
+        engine._preemptions,
+        engine._held,
+    ]
     if remembered := _reachable_requests(parts):
         found.append(f"remembered: {sorted(request.id for request in remembered)[:5]}")
     return found

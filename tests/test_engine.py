@@ -197,6 +197,8 @@ def test_stop_cancels_what_is_left() -> None:
     service.gate.open.set()
     stopper.join(10)
     assert request.finish_reason is FinishReason.CANCELLED
+    counts = [output.num_tokens for output in service.outputs]
+    assert (counts, service.outputs[-1].finish_reason) == (sorted(counts), FinishReason.CANCELLED)
 
 
 def test_stalled_when_work_exists_and_no_step_ends() -> None:

@@ -379,6 +379,49 @@ def test_a_reader_that_always_fails_ends_its_own_request_only(bench: Bench) -> N
     bench.assert_failed(bad, 4, "could not be delivered: RuntimeError: broken reader")
 
 
+def test_text_that_cannot_be_handed_out_and_whose_request_cannot_be_ended_ends_all(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: taken for a failed step, which would be tried again without the text: a hole, and a good end."""
+    take = bench.deliver
+
+    def deliver(outputs: list[Output]) -> None:
+        if any(o.request is bad and o.num_tokens == 4 and o.error is None for o in outputs):
+            raise RuntimeError("broken reader")
+        take(outputs)
+
+    def cancel(*_: object) -> list[Output]:
+        raise RuntimeError("broken books")
+
+    bench.deliver = deliver
+    monkeypatch.setattr(bench.engine._scheduler, "cancel", cancel)
+    bad, other = fake_request("bad", range(40)), fake_request("other", range(50))
+    bench.run(bad, other)
+    assert state_of(bench.engine) == "dead"
+    assert [request.finish_reason for request in (bad, other)] == [FinishReason.ERROR] * 2
+
+
+def test_what_a_step_brought_comes_before_the_end_that_a_broken_schedule_makes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: an end that overtakes text which was held until the kernels run."""
+    schedule, num_steps = bench.engine._scheduler.schedule, 0
+
+    def breaks_once(*args: Any) -> Any:
+        nonlocal num_steps
+        num_steps += request in bench.engine._scheduler.requests
+        if num_steps == 4:
+            raise RuntimeError("broken books")
+        return schedule(*args)
+
+    monkeypatch.setattr(bench.engine._scheduler, "schedule", breaks_once)
+    request = fake_request("a", range(20))
+    bench.run(request)
+    outputs = [o for o in bench.outputs if o.request is request]
+    assert [o.num_tokens for o in outputs] == [1, 2, 3, 3]
+    assert [o.finish_reason for o in outputs] == [None, None, None, FinishReason.ERROR]
+
+
 def test_a_last_event_that_cannot_be_delivered_becomes_an_error(bench: Bench) -> None:
     """Fault: only the end of an answer is lost, and its reader waits for ever."""
     take = bench.deliver

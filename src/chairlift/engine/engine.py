@@ -21,19 +21,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from chairlift.engine.blocks import BlockPool
-from chairlift.engine.detok import Detokenizer
 from chairlift.engine.door import Door, QueueView
 from chairlift.engine.ending import finish
 from chairlift.engine.forecast import Speed
 from chairlift.engine.observer import Observer, Observers, StepStats
 from chairlift.engine.predictor import StepTime
 from chairlift.engine.preemptions import Preemptions
-from chairlift.engine.request import FinishReason, Output, Request, SamplingParams
+from chairlift.engine.request import FinishReason, Output, Request
 from chairlift.engine.runner import Runner
 from chairlift.engine.scheduler import Limits, Scheduler
 from chairlift.engine.step import Step, StepResult
-from chairlift.engine.stops import StopMatcher
 from chairlift.engine.suspects import Suspects
+from chairlift.engine.warm_up import warm_up_request
 from chairlift.engine.watchdog import Watchdog
 from chairlift.errors import Draining, EngineError
 from chairlift.kernels.ops import Model
@@ -44,8 +43,10 @@ log = logging.getLogger(__name__)
 State = Literal["loading", "ready", "stalled", "draining", "dead"]
 
 _CHECK_AFTER_IDLE_S = 1.0
-_WARM_UP_PROMPT = 64
-_WARM_UP_OUTPUT = 4
+
+
+class _TextLost(BaseException):
+    """Handing out failed beyond repair. Not an Exception: no step is to blame, and the engine cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class Engine:
     def warm_up(self) -> None:
         """Generates a few tokens on the calling thread, before `start`: pages in weights, teaches how fast it is."""
         for _ in range(2):
-            request = _warm_up_request(self._plan)
+            request = warm_up_request(self._plan)
             self._scheduler.add(request)
             while (step := self._scheduler.schedule()) is not None:
                 start_s = self._clock()
@@ -192,7 +193,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is running or waiting, and everything was handed out."""
+        """Whether nothing is running or waiting; the last outputs may be on their way still."""
         return not self._scheduler.has_work and not self._held
 
     def snapshot(self) -> EngineSnapshot:
@@ -244,9 +245,11 @@ class Engine:
                     self._wait_for_work()
                 else:
                     self._run(step)
+            self._hand_out_at_last()
             self._end_all(FinishReason.CANCELLED, None)
         except BaseException as error:
             log.critical("the engine thread died", exc_info=True)
+            self._hand_out_at_last()  # before anybody sees that it is dead: some answers ended well
             self._dead = True
             self._end_all(FinishReason.ERROR, EngineError(f"the engine has died: {_name(error)}"))
 
@@ -402,7 +405,17 @@ class Engine:
         Who gets it cannot use the interpreter before the kernels run; woken earlier, it would only be in the way.
         """
         held, self._held = self._held, []
-        self._deliver_all(held)
+        try:
+            self._deliver_all(held)
+        except Exception as error:
+            raise _TextLost from error
+
+    def _hand_out_at_last(self) -> None:
+        """As the engine ends: what cannot be delivered does not keep others from their end."""
+        try:
+            self._hand_out()
+        except _TextLost:
+            log.error("the last outputs could not be handed out", exc_info=True)
 
     def _send(self, outputs: list[Output]) -> None:
         self._note_ends(outputs)
@@ -444,7 +457,6 @@ class Engine:
         self._observer.finished(request)
 
     def _end_all(self, reason: FinishReason, error: EngineError | None) -> None:
-        self._hand_out()
         with self._wake:
             unfinished = [request for request in self._scheduler.requests if not request.is_finished]
             try:
@@ -473,18 +485,4 @@ def _limits(plan: Plan) -> Limits:
         prefix_caching=plan.prefix_caching,
         batching=plan.batching,
         max_running_per_key=plan.max_running_per_key,
-    )
-
-
-def _warm_up_request(plan: Plan) -> Request:
-    vocab_size = plan.spec.vocab_size
-    num_prompt = max(1, min(_WARM_UP_PROMPT, plan.max_model_len - _WARM_UP_OUTPUT))
-    return Request(
-        id="warm-up",
-        prompt=tuple(i % vocab_size for i in range(num_prompt)),
-        params=SamplingParams(temperature=0.0, max_tokens=_WARM_UP_OUTPUT, ignore_eos=True),
-        eos_ids=frozenset(),
-        detok=Detokenizer([b""] * vocab_size, frozenset()),
-        stops=StopMatcher(()),
-        salt="warm-up",
     )

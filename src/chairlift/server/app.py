@@ -225,10 +225,13 @@ def _give_way() -> None:
     """Lets the event loop, whose thread this is, wait for a free core where it can, instead of pushing the engine off.
 
     The engine has used up its turn by when it wakes the event loop: it would stand still for as long as that writes.
+    The engine's threads began before; those that this one starts later wait as it does. A policy that somebody chose
+    stays.
     """
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _settle_memory() -> None:

@@ -68,7 +68,9 @@ class Metrics(Observer):
         )
         self._prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._output_size = self._histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
-        self._step = self._histogram("step_time_seconds", "One step in the kernels.", STEP_S)
+        self._step = self._histogram(
+            "step_time_seconds", "One step: arrays, handing out the last one's outputs, kernels.", STEP_S
+        )
         self._overhead = self._histogram(
             "step_overhead_seconds", "Of a step with work at hand, all but the kernels.", OVERHEAD_S
         )
