@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,16 @@ from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError, DoesNotFit, ModelError
 from chairlift.kernels.native import NativeBackend, available_isas, best_isa
-from chairlift.kernels.ops import F32, KVDtype, KVLayout
+from chairlift.kernels.ops import F32, Backend, KVDtype, KVLayout
 from chairlift.kernels.reference import ReferenceBackend
+from chairlift.kernels.rounding import ActivationBits
 from chairlift.models import registry
 from chairlift.models.gguf import GGUFFile
+from chairlift.models.spec import ModelSpec, RawTensor
 from conftest import TinyGGUF
 from native_case import MAX_ROWS, NUM_BLOCKS, in_chunks, load, logits_of, tokens_of, whole
 from step_arrays import BLOCK_SIZE, Part, make_step
+from test_native_record import SPEC
 
 ISAS = available_isas()
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
@@ -203,11 +207,50 @@ def test_long_contexts(tiny_gguf: TinyGGUF, backend: NativeBackend, kv: KVDtype)
 @pytest.mark.parametrize("weight_type", ["Q4_1", "F32"])
 def test_threads_change_no_bit(tiny_gguf: TinyGGUF, backend: NativeBackend, weight_type: str) -> None:
     """Work that is cut by the number of threads and summed by the cut."""
-    path = tiny_gguf("llama", weight_type=weight_type, hidden=256, heads=16, kv_heads=4, ffn=512)
-    tokens = tokens_of(9, 60)
-    one, two, five = (whole(load(backend, path, threads=n), tokens, [3, 0, 2, 1]) for n in (1, 2, 5))
+    path = tiny_gguf("llama", weight_type=weight_type, hidden=256, heads=16, kv_heads=4, ffn=544)
+    tokens, table = tokens_of(9, 200), [3, 0, 2, 1, *range(4, 13)]
+    one, two, five = (whole(load(backend, path, threads=n, num_blocks=13, rows=200), tokens, table) for n in (1, 2, 5))
     assert (one == two).all()
     assert (one == five).all()
+    few = load(backend, path, threads=5, num_blocks=13, rows=200)
+    assert (in_chunks(few, tokens, table, [60, 1, 99, 40]) == one).all()
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_rounding_is_its_definition(backend: NativeBackend, bits: ActivationBits) -> None:
+    """A scale, offset or tie made otherwise than the specification does: rows through the unit matrix."""
+    width = 64
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, width)).astype(np.float32)
+    x[22:] = (x[22:] + rng.uniform(-3, 3, (42, 1))) * 10 ** rng.uniform(-20, 20, (42, 1))
+    x[1], x[2], x[3], x[4] = x[1] + 5, x[2] - 5, 0, 1e-45
+    x[5, :2], x[6, :2], x[7] = [3e38, -3e38], [3.4e38, 3.3e38], 1e-37
+    x[8, 3], x[9, 3], x[10, 3] = np.inf, -np.inf, np.nan
+    x[11], x[12], x[13, :2], x[14] = x[11] * 1e-36, np.round(x[12] * 100) / 2, [127, -127], -0.0
+    x[15], x[15, ::32] = np.arange(width) + 0.5, 254
+    x[16], x[17], x[18], x[19], x[20] = -x[15], x[17] * 1e30, x[18] * 1e-30, 7e-37, x[20] * 1e-34
+    unit = np.zeros((width, width // 32, 34), np.uint8)
+    unit[:, :, :2] = np.array([1], np.float16).view(np.uint8)
+    unit[np.arange(width), np.arange(width) // 32, 2 + np.arange(width) % 32] = 1
+    tensors = {
+        "x": RawTensor("x", (64, width), "F32", x.view(np.uint8).reshape(-1)),
+        "unit": RawTensor("ffn_up.weight", (width, width), "Q8_0", unit.reshape(-1)),
+        "head": RawTensor("head", (64, width), "F32", np.eye(64, dtype=np.float32).view(np.uint8).reshape(-1)),
+    }
+
+    def forward(ops: Any, spec: ModelSpec, weights: Any) -> Any:
+        return ops.logits(ops.linear(ops.embed(weights["x"]), weights["unit"]), weights["head"])
+
+    spec = dataclasses.replace(SPEC, vocab_size=64, hidden_size=width)
+    layout = KVLayout(NUM_BLOCKS, BLOCK_SIZE)
+
+    def through(made: Backend) -> F32:
+        model = made.load(spec, forward, tensors, layout, max_rows=64, threads=1, activation_bits=bits)
+        return whole(model, range(64), range(4))
+
+    rounded = through(backend)
+    assert np.array_equal(rounded, through(ReferenceBackend()), equal_nan=True)
+    assert np.isfinite(rounded).any(axis=1).sum() > 50
 
 
 def test_callers_from_several_threads_take_turns(tiny_gguf: TinyGGUF, backend: NativeBackend) -> None:

@@ -53,6 +53,7 @@ def test_defaults_on_a_roomy_machine() -> None:
 def test_steps_grow_with_threads_and_slots() -> None:
     """Sixteen cores with eight tokens each, or slots that were asked for cut to a default that nobody asked for."""
     assert plan(Config(threads=16), num_cpus=16, quota=None).max_num_batched_tokens == 1024
+    assert plan(Config(threads=96), num_cpus=96, quota=None).max_num_batched_tokens == 1024
     made = plan(Config(max_num_seqs=300))
     assert (made.max_num_batched_tokens, made.max_num_seqs) == (300, 300)
 

@@ -285,7 +285,7 @@ class Config:
         None,
         whole(1, 65536),
         "Most tokens of one step; below the number of slots it lowers the slots.",
-        "64 a thread, at least 128 and the slots",
+        "64 a thread, from 128 to 1,024; at least the slots",
     )
     max_queue: int | None = _scheduling(
         None, whole(0, 100_000), "Requests that may wait; one more gets a 503.", "2 x slots"

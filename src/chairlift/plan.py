@@ -17,7 +17,7 @@ Batching = Literal["continuous", "static", "serial"]
 BLOCK_SIZE = 16
 DEFAULT_SLOTS = 20
 DEFAULT_CONTEXT = 8192
-LEAST_STEP_TOKENS = 128
+LEAST_STEP_TOKENS, MOST_STEP_TOKENS = 128, 1024
 THREAD_STEP_TOKENS = 64
 """Tokens of a step that each thread takes through a layer by itself: more no longer fit its cache (docs/log.md)."""
 SLOT_TOKENS = 1024
@@ -89,7 +89,8 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDis
     notes: list[str] = []
     kv_dtype: Literal["bf16", "int8"] = "int8" if config.kv_cache_dtype == "int8" else "bf16"
     threads = _threads(config, machine, notes)
-    default_tokens = max(LEAST_STEP_TOKENS, THREAD_STEP_TOKENS * threads, config.max_num_seqs or 0)
+    for_cache = max(LEAST_STEP_TOKENS, min(MOST_STEP_TOKENS, THREAD_STEP_TOKENS * threads))
+    default_tokens = max(for_cache, config.max_num_seqs or 0)
     step_tokens = config.max_num_batched_tokens or default_tokens
     memory = _Memory.after_weights(config, spec, machine, model, step_tokens)
     per_token = cost.kv_bytes_per_token(spec, kv_dtype)

@@ -15,7 +15,7 @@ namespace {
 constexpr int kHidden = 64;
 constexpr int kHeadDim = 16;
 constexpr int kVocab = 200;
-constexpr int kMaxRows = 48;
+constexpr int kMaxRows = 200;  // several blocks of rows for each of the threads below
 constexpr int kNumBlocks = 72;
 
 std::shared_ptr<PackedMatrix> random_matrix(int64_t rows, int64_t cols, Random& random) {

@@ -264,8 +264,8 @@ def block_linear(x: F32, weight: BlockMatrix) -> F32:
     """Rounded activations times block-quantised weights, summed over groups in ascending order in float32.
 
     Per group: x_scale * (w_scale * (dot - zero * total) + offset * total), dot and total being integers. A dot is made
-    of two, of the levels' high and low bytes (the high ones of 8-bit levels are 0): each below 2^24, so that float32
-    products are exact in any order.
+    of two, of the levels' high and low bytes (8-bit levels have nine bits with their offset): each below 2^24, so that
+    float32 products are exact in any order.
     """
     q, x_scale = quant.quantise_rows(x, weight.input_bits)
     group = weight.levels.shape[1]

@@ -161,8 +161,9 @@ def quantise_rows(x: F32, bits: Literal[8, 16]) -> tuple[I16, F32]:
     plus the block's offset rint((top + bottom) / 2 * (STEPS / (top - bottom))). A symmetric range would waste half of
     its levels where one lane stands out.
 
-    A block whose inverse scale is not a finite positive number (all zero, below about 1e-36, or holding an infinity or
-    NaN) has levels 0; its scale stays, so that what is not finite shows as a NaN in every output.
+    A block whose inverse scale is not a finite positive number (all zero, below about 1e-36 or 1e-34, holding an
+    infinity or NaN, or wider than float32 counts) has levels 0; its scale stays, so that what is not finite shows as a
+    NaN in every output.
     """
     rows, cols = x.shape
     if cols % BLOCK:

@@ -14,7 +14,7 @@
 //
 // A row's result depends on its position alone: scores of tiles of 64 positions counted from position 0, an online softmax
 // from tile to tile, a fresh one every 512 positions (a split), and the splits joined in ascending order; for one row as
-// for many. At splits one long context is shared out between threads without changing a bit.
+// for many. (A weight of 0 times a value that is not finite is NaN: a later row of a chunk that is poisoned spoils earlier ones.) At splits one long context is shared out between threads without changing a bit.
 #pragma once
 
 #include <stddef.h>

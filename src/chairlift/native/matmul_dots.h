@@ -21,6 +21,7 @@ CHAIRLIFT_INLINE Ints add_weights(Ints total, const Pair& w) {
 // each activation that is loaded meets all vectors. Offsets of levels of one byte meet the weights' sum.
 template <LevelShape Shape, int Bytes, int First, int Pairs, int Rows, int Vectors>
 CHAIRLIFT_INLINE void multiply_pairs(const Group& group, const GroupRows& rows, Ints (&dots)[Rows][Vectors]) {
+    static_assert(Bytes == 2 || Shape.bits == 8 || 2 * Pairs * ((1 << Shape.bits) - 1) <= 255, "weights' sums pass a byte");
     Ints sums[Rows][Vectors][Bytes];  // of the levels' bytes, high ones first
     Ints totals[Vectors];
     for (int v = 0; v < Vectors; ++v) {

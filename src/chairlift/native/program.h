@@ -1,7 +1,7 @@
 // A recorded forward pass: a flat list of ops over one arena of activations, replayed once a step.
 //
 // Owns the arena and the order of the ops; the recorder (kernels/native.py) decides what is fused and which buffers are
-// shared. Each op is cut into chunks for the pool and ends before the next begins.
+// shared. What one op wrote the next reads: of all rows before an attention begins, of a thread's own rows elsewhere.
 #pragma once
 
 #include <atomic>

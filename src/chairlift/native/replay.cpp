@@ -1,4 +1,4 @@
-// Replaying a recorded program: one step, op by op, each shared out over the pool.
+// Replaying a recorded program: one step, shared out over the pool.
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
