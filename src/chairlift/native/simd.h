@@ -53,6 +53,18 @@ CHAIRLIFT_INLINE Vec exp2(Vec x) {
     return zero_below(times_pow2(y, n), x, lowest);
 }
 
+// The largest lane of each of two vectors; the sums of two vectors whose lanes are integers, small enough for any order.
+#if CHAIRLIFT_ISA_LEVEL != 2
+CHAIRLIFT_INLINE void max_lanes(Vec a, Vec b, float (&out)[2]) {
+    out[0] = max_lane(a);
+    out[1] = max_lane(b);
+}
+CHAIRLIFT_INLINE void sums(Vec a, Vec b, float (&out)[2]) {
+    out[0] = sum(a);
+    out[1] = sum(b);
+}
+#endif
+
 CHAIRLIFT_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

@@ -96,7 +96,7 @@ CHAIRLIFT_INLINE float max_lane(Vec a) {
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
 
-// A step of a reduction of two vectors at once: quarters of both, then the lanes within.
+// max_lanes and sums of simd.h in half the steps: quarters of both vectors, then the lanes within.
 #define CHAIRLIFT_REDUCE_TWO(op)                                                                                  \
     __m512 x = op(_mm512_shuffle_f32x4(a.v, b.v, 0x44), _mm512_shuffle_f32x4(a.v, b.v, 0xEE));                    \
     x = op(x, _mm512_shuffle_f32x4(x, x, 0xB1));                                                                  \
@@ -105,7 +105,6 @@ CHAIRLIFT_INLINE float max_lane(Vec a) {
     out[0] = _mm512_cvtss_f32(x);                                                                                 \
     out[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(x, 2))
 
-// The largest lane of each of two vectors; the sums of two vectors whose lanes are integers, small enough for any order.
 CHAIRLIFT_INLINE void max_lanes(Vec a, Vec b, float (&out)[2]) { CHAIRLIFT_REDUCE_TWO(_mm512_max_ps); }
 CHAIRLIFT_INLINE void sums(Vec a, Vec b, float (&out)[2]) { CHAIRLIFT_REDUCE_TWO(_mm512_add_ps); }
 #undef CHAIRLIFT_REDUCE_TWO

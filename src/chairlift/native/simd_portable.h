@@ -116,14 +116,4 @@ CHAIRLIFT_INLINE float max_lane(Vec a) {
     return largest;
 }
 
-// The largest lane of each of two vectors; the sums of two vectors whose lanes are integers, small enough for any order.
-CHAIRLIFT_INLINE void max_lanes(Vec a, Vec b, float (&out)[2]) {
-    out[0] = max_lane(a);
-    out[1] = max_lane(b);
-}
-CHAIRLIFT_INLINE void sums(Vec a, Vec b, float (&out)[2]) {
-    out[0] = sum(a);
-    out[1] = sum(b);
-}
-
 }  // namespace chairlift::CHAIRLIFT_ISA_NS
