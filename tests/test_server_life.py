@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import signal
@@ -289,6 +290,37 @@ def test_signals_end_a_real_process(tiny_gguf: TinyGGUF) -> None:
         process.wait()
         assert process.stderr is not None
         process.stderr.close()
+
+
+_FREE_HOLES = """
+import resource, sys
+from chairlift.server.app import return_large_blocks
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+if sys.argv[1] == "return":
+    return_large_blocks()
+del (once := bytearray(20_000_000))[:]
+before = resident_bytes()
+bodies, small = [], []
+for _ in range(5):
+    bodies.append(bytearray(b"x" * 20_000_000))
+    small += [bytes(2000) for _ in range(100)]
+bodies.clear()
+print(resident_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="only glibc keeps them")
+def test_large_bodies_leave_nothing_behind_in_memory() -> None:
+    def kept(word: str) -> int:
+        command = [sys.executable, "-c", _FREE_HOLES, word]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert kept("return") < 5_000_000
+    assert kept("leave") > 40_000_000, "the C library returns them by itself: return_large_blocks() can go"
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
