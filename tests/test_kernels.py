@@ -13,6 +13,7 @@ import pytest
 from chairlift import _native
 from chairlift.kernels import sampling
 from chairlift.kernels.ops import F32, SAMPLE_DTYPE
+from chairlift.kernels.reference import to_bf16
 from chairlift.kernels.rounding import ActivationBits
 from chairlift.models.quant import BLOCK, GGML_TYPES, LARGEST, Quantised, bytes_of, decode, quantise_rows
 from chairlift.models.spec import RawTensor
@@ -92,6 +93,7 @@ def exact(tensor: RawTensor, x: F32, bits: ActivationBits = 16) -> tuple[Any, An
     weights = decode(tensor)
     if not isinstance(weights, Quantised):
         w = weights.astype(np.float64)
+        x = to_bf16(x) if tensor.type_name == "BF16" else x
         return x @ w.T, np.abs(x) @ np.abs(w).T
     weights = weights.with_half_scales()
     q, scale = quantise_rows(x, bits)
@@ -218,6 +220,28 @@ def test_embedded_rows_are_the_file_s_exactly(kind: str) -> None:
     matrix = pack(tensor)
     rows = np.stack([kernels.embed_row(matrix, i) for i in range(37)])
     assert (rows.view(np.uint32) == held(tensor).view(np.uint32)).all()
+
+
+@pytest.mark.parametrize("kind", FLOAT_TYPES)
+@pytest.mark.parametrize("cols", [1, 2, 39])
+def test_embedded_rows_of_any_width(kind: str, cols: int) -> None:
+    """Pairs of inputs: the last of an odd number, and what it is paired with."""
+    tensor = random_tensor(kind, 37, cols)
+    matrix = pack(tensor)
+    rows = np.stack([kernels.embed_row(matrix, i) for i in range(37)])
+    assert (rows == held(tensor)).all()
+
+
+@each_isa
+def test_rows_of_any_width_and_company(isa: str) -> None:
+    """An odd input beside another row's: what a pair's second half is multiplied by must be 0, and the same for all."""
+    for cols in (1, 2, 3, 39, 41):
+        matrix = pack(random_tensor("BF16", 40, cols))
+        x = activations(9, cols)
+        x[3] = np.nan
+        alone = np.concatenate([multiply(isa, matrix, x[i : i + 1], 16) for i in range(len(x))])
+        assert np.array_equal(multiply(isa, matrix, x, 16), alone, equal_nan=True)
+        assert np.isfinite(alone).all(axis=1).sum() == 8
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])

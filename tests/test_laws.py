@@ -28,9 +28,9 @@ VOCAB_BYTES = tuple(bytes([i % 256]) for i in range(400))
 NUM_BLOCKS = 40
 MAX_ROWS = 64
 CASES = [("llama", "Q4_1", "bf16"), ("qwen2", "Q8_0", "int8"), ("qwen3", "F16", "bf16")]
-LAYOUTS = [("llama", "Q5_0", "int8"), ("qwen2", "Q5_K", "bf16"), ("qwen3", "Q6_K", "int8")]
+LAYOUTS = [("llama", "Q5_0", "int8"), ("qwen2", "Q5_K", "bf16"), ("qwen3", "Q6_K", "int8"), ("llama", "BF16", "bf16")]
 NATIVE = [(backend, *case) for backend in BACKENDS[1:] for case in LAYOUTS]
-"""Layouts of which the reference knows nothing: to it they are other numbers, no other code."""
+"""Layouts of which the reference knows nothing, or little more: to it they are other numbers, no other code."""
 
 Answer = tuple[list[int], str, list[TokenLogprob], list[TokenLogprob | None], FinishReason | None]
 

@@ -11,6 +11,7 @@ from chairlift.errors import ModelError
 from chairlift.kernels import record, rounding
 from chairlift.kernels.native import Buffers, Lanes, place_output, rope_frequencies
 from chairlift.kernels.record import Node, Recorder, Value, WeightKinds
+from chairlift.kernels.rounding import DType
 from chairlift.models.llama import forward, layer_shapes
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
@@ -30,8 +31,8 @@ SPEC = ModelSpec(
     rope=RopeSpec(16),
 )
 KINDS = WeightKinds(
-    layout_of=lambda name: {"Q4_0": "w4", "Q8_0": "w8"}.get(name, "f32"),
-    input_bits=lambda weight: rounding.input_bits(weight.name, 8) if weight.type_name[0] == "Q" else 32,
+    layout_of=lambda name: {"Q4_0": "w4", "Q8_0": "w8", "BF16": "bf16"}.get(name, "f32"),
+    input_dtype=lambda weight: rounding.input_dtype(weight, 8),
 )
 
 
@@ -53,12 +54,12 @@ def llama(types: dict[str, str]) -> list[Node]:
 
 
 def described(nodes: list[Node]) -> list[str]:
-    """Each node as kind, number of stacked weights, + for a residual, ' for outputs of 16 bits and " for 8."""
+    """Each node as kind, number of stacked weights, + for a residual, ' for outputs of 16 bits, " of 8, ^ of bf16."""
     return [
         n.kind
         + (str(len(n.weights)) if n.kind == "linear" else "")
         + "+" * (n.residual is not None)
-        + {32: "", 16: "'", 8: '"'}[n.outputs[0].bits]
+        + {"f32": "", "int16": "'", "int8": '"', "bf16": "^"}[n.outputs[0].dtype]
         for n in nodes
     ]
 
@@ -91,7 +92,14 @@ def test_mixed_types_stack_by_layout() -> None:
 def test_float_weights_need_no_rounding() -> None:
     """Activations rounded to int8 for weights that do not ask for it."""
     types = dict.fromkeys([name.split(".")[0] for name in layer_shapes(SPEC)], "F16")
-    assert all(value.bits == 32 for node in llama(types) for value in node.outputs)
+    assert all(value.dtype == "f32" for node in llama(types) for value in node.outputs)
+
+
+def test_bf16_weights_take_bf16() -> None:
+    """Rows rounded once a product instead of once, or rows of f32 that the kernel reads as pairs of bf16."""
+    kinds = described(llama(dict.fromkeys([name.split(".")[0] for name in layer_shapes(SPEC)], "BF16")))
+    layer = ["rms_norm^", "linear3", "rope", "rope", "attend", "quantise^", "linear1+"]
+    assert kinds[1:12] == [*layer, "rms_norm^", "linear2", "swiglu^", "linear1+"]
 
 
 def test_the_last_norm_is_left_to_the_logit_rows() -> None:
@@ -177,10 +185,10 @@ def graphs(draw: st.DrawFn) -> list[Node]:
 def test_no_value_is_overwritten_before_its_last_reader(nodes: list[Node]) -> None:
     """Two living values in one place: answers that depend on which op ran last."""
     memory: dict[tuple[int, int], Value] = {}
-    kinds: list[tuple[int, int]] = []
+    kinds: list[tuple[int, DType]] = []
 
-    def add_buffer(width: int, bits: int) -> int:
-        kinds.append((width, bits))
+    def add_buffer(width: int, dtype: DType) -> int:
+        kinds.append((width, dtype))
         return len(kinds) - 1
 
     def cells(lanes: Lanes) -> list[tuple[int, int]]:
@@ -209,14 +217,16 @@ def test_no_value_is_overwritten_before_its_last_reader(nodes: list[Node]) -> No
 def test_layers_share_their_buffers() -> None:
     """An arena that grows with the number of layers."""
     nodes = llama({})
-    kinds: list[tuple[int, int]] = []
+    kinds: list[tuple[int, DType]] = []
 
-    def add_buffer(width: int, bits: int) -> int:
-        kinds.append((width, bits))
+    def add_buffer(width: int, dtype: DType) -> int:
+        kinds.append((width, dtype))
         return len(kinds) - 1
 
     buffers = Buffers(add_buffer, nodes)
     for at, node in enumerate(nodes[:-1]):
         place_output(buffers, node, at)
         buffers.release(node.reads(), at)
-    assert sorted(kinds) == sorted([(64, 32), (64, 16), (128, 32), (64, 32), (64, 8), (192, 32), (96, 8)])
+    assert sorted(kinds) == sorted(
+        [(64, "f32"), (64, "int16"), (128, "f32"), (64, "f32"), (64, "int8"), (192, "f32"), (96, "int8")]
+    )

@@ -135,20 +135,20 @@ def new_program() -> _native.Program:
 def test_a_program_is_checked_as_it_is_recorded() -> None:
     """Operands that do not fit together, found out as a stray write in the first step."""
     program = new_program()
-    wide, narrow = program.add_buffer(64, 32), program.add_buffer(32, 32)
-    rounded = program.add_buffer(64, 16)
+    wide, narrow = program.add_buffer(64, "f32"), program.add_buffer(32, "f32")
+    rounded = program.add_buffer(64, "int16")
     vector = program.add_vector([1.0] * 64)
     refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: program.add_buffer(0, 32), "at least one lane"),
-        (lambda: program.add_buffer(64, 4), "8, 16 or 32 bits"),
-        (lambda: program.add_buffer(40, 8), "whole blocks of 32"),
+        (lambda: program.add_buffer(0, "f32"), "at least one lane"),
+        (lambda: program.add_buffer(64, "int4"), "f32, bf16, int8 or int16"),  # type: ignore[arg-type]
+        (lambda: program.add_buffer(40, "int8"), "whole blocks of 32"),
         (lambda: program.add_vector([]), "empty vector"),
         (lambda: program.add_rope([1.0] * 9, True), "wider than a head"),
         (lambda: program.add((wide, 0, 64), (narrow, 0, 32), (wide, 0, 64)), "widths differ"),
         (lambda: program.add((wide, 1, 64), (wide, 0, 64), (wide, 0, 64)), "beyond the buffer"),
         (lambda: program.add((9, 0, 64), (wide, 0, 64), (wide, 0, 64)), "no such buffer"),
         (lambda: program.swiglu((rounded, 0, 64), (wide, 0, 64), (wide, 0, 64)), "f32 lanes"),
-        (lambda: program.quantise((wide, 0, 64), (wide, 0, 64)), "not quantised"),
+        (lambda: program.quantise((wide, 0, 64), (wide, 0, 64)), "not rounded"),
         (lambda: program.rms_norm((narrow, 0, 32), vector, 1e-5, (narrow, 0, 32)), "does not divide"),
         (lambda: program.rms_norm((wide, 0, 64), 7, 1e-5, (wide, 0, 64)), "no such vector"),
         (lambda: program.write_kv((narrow, 0, 32), (narrow, 0, 32), 1), "no such layer"),

@@ -240,6 +240,8 @@ def test_linear_is_the_matrix_product(tiny_gguf: TinyGGUF, weight_type: str, bit
     if weight_type.startswith("Q"):
         q, scale = quant.quantise_rows(x, bits)
         seen = (q.reshape(5, 8, 32) * scale[:, :, None]).reshape(5, 256)
+    elif weight_type == "BF16":
+        seen = to_bf16(x)
     exact = seen.astype(np.float64) @ held(tensor).astype(np.float64).T + bias
     got = ops_for([0], spec_of(tiny_gguf)).linear(x, load_weight(tensor, bits), load_weight(raw(bias, "F32")))
     assert got.dtype == np.float32

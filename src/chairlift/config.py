@@ -315,7 +315,7 @@ class Config:
         None,
         one_of("portable", "avx2", "avx2_vnni", "avx512", "avx512_bf16"),
         "Instruction set to use.",
-        "the best this processor has",
+        "the fastest this processor has",
     )
     activation_dtype: Literal["int8", "int16"] = _machine(
         "int8",

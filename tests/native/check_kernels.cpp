@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "check.h"
+#include "half.h"
 #include "isa.h"
 #include "kv.h"
 #include "pack.h"
@@ -28,7 +29,7 @@ std::vector<uint8_t> random_weights(SourceType type, int64_t rows, int64_t cols,
         std::memcpy(&bytes[at], wide ? static_cast<const void*>(&bits) : &half, wide ? 4 : 2);
     };
     const int64_t block_bytes = source_row_bytes(type, source_block(type));
-    if (!takes_rounded(layout_of(type))) {
+    if (!takes_levels(layout_of(type))) {
         const size_t size = type == SourceType::f32 ? 4 : 2;
         for (size_t at = 0; at < bytes.size(); at += size) set(at, random.real(), size == 4);
     } else {
@@ -59,9 +60,9 @@ int level_of(const std::vector<int8_t>& q, size_t bytes, size_t i) {
     return bytes == 1 ? q[at] : 256 * q[at] + q[at + kBlock];
 }
 
-// Rounded rows as the quantiser leaves them, or the same numbers as f32.
+// Rounded rows as the quantiser leaves them, or the same numbers as floats: of bf16 for a matrix of bf16.
 struct RandomRows {
-    RandomRows(int rows, int64_t cols, Random& random)
+    RandomRows(const Kernels& kernels, Layout layout, int rows, int64_t cols, Random& random)
         : bytes(1 + static_cast<size_t>(random.below(2))),
           values(static_cast<size_t>(rows * cols)),
           sum(values.size() / kBlock),
@@ -83,10 +84,31 @@ struct RandomRows {
             half_sum[2 * i / kBlock] += level;
             values[i] = static_cast<float>(level) * scale[i / kBlock];
         }
+        if (layout == Layout::bf16) {
+            for (float& value : values) value = rounded_to_bf16(value);
+        }
+        make_floats(kernels, layout, rows, cols);
+    }
+
+    // As the kernels take them, in rows of whole 16s.
+    void make_floats(const Kernels& kernels, Layout layout, int rows, int64_t cols) {
+        stride = (cols + 15) / 16 * 16;
+        floats.resize(static_cast<size_t>(rows * stride));
+        for (int r = 0; r < rows; ++r) {
+            const float* const from = values.data() + r * cols;
+            float* const to = floats.data() + r * stride;
+            if (layout == Layout::bf16) {
+                kernels.matmul_float.round(from, 0, static_cast<int>(cols), to);
+            } else {
+                std::copy_n(from, cols, to);
+            }
+        }
     }
 
     size_t bytes;
     std::vector<float> values;
+    std::vector<float> floats;
+    int64_t stride = 0;
     std::vector<int32_t> sum;
     std::vector<int32_t> half_sum;
     std::vector<int16_t> offset;
@@ -101,20 +123,21 @@ std::vector<float> product(const Kernels& kernels, const PackedMatrix& matrix, c
     args.weights = matrix.view();
     const int64_t block = first * (cols / kBlock);
     const int bytes = static_cast<int>(x.bytes);
-    args.x = {x.values.data() + first * cols, cols, bytes, x.q.data() + bytes * first * cols, x.scale.data() + block,
+    args.x = {x.floats.data() + first * x.stride, x.stride, bytes, x.q.data() + bytes * first * cols, x.scale.data() + block,
               x.offset.data() + 2 * block, x.sum.data() + block, x.half_sum.data() + 2 * block};
     args.num_rows = rows;
     args.out = out.data();
     args.out_stride = matrix.rows();
     const int64_t middle = matrix.num_panels() / 2;
-    kernels.matmul.run(args, middle, matrix.num_panels());
-    kernels.matmul.run(args, 0, middle);
+    const MatmulFn run = kernels.product(matrix.layout());
+    run(args, middle, matrix.num_panels());
+    run(args, 0, middle);
     return out;
 }
 
 // Against the embedding decoder in f64, and row by row.
 void check_product(const Kernels& kernels, const PackedMatrix& matrix, int rows, Random& random) {
-    const RandomRows x(rows, matrix.cols(), random);
+    const RandomRows x(kernels, matrix.layout(), rows, matrix.cols(), random);
     const std::vector<float> out = product(kernels, matrix, x, 0, rows);
     std::vector<float> weights(static_cast<size_t>(matrix.cols()));
     for (int64_t n = 0; n < matrix.rows(); ++n) {
@@ -298,7 +321,7 @@ void check_matmul() {
         Random random(2);
         for (const SourceType type : kTypes) {
             for (int i = 0; i < 12; ++i) {
-                const bool blocks = takes_rounded(layout_of(type));
+                const bool blocks = takes_levels(layout_of(type));
                 const int block = source_block(type);
                 const int64_t cols = blocks ? block * (1 + random.below(192 / block + 1)) : 1 + random.below(150);
                 const PackedMatrix matrix = pack_random(type, 1 + random.below(60), cols, random);

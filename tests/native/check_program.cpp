@@ -35,10 +35,10 @@ std::unique_ptr<Program> make_program(Isa isa, int threads) {
     auto pool = std::make_shared<Pool>(threads);
     auto cache = std::make_shared<KVCache>(kv_shape(KVType::int8, 2, kHeadDim), 1, kNumBlocks, *pool);
     auto program = std::make_unique<Program>(isa, pool, cache, kMaxRows, kVocab);
-    const Lanes x{program->add_buffer(kHidden, 32), 0, kHidden};
-    const Lanes rounded{program->add_buffer(kHidden, 16), 0, kHidden};
-    const Lanes coarse{program->add_buffer(kHidden, 8), 0, kHidden};
-    const int qkv = program->add_buffer(128, 32);
+    const Lanes x{program->add_buffer(kHidden, DType::f32), 0, kHidden};
+    const Lanes rounded{program->add_buffer(kHidden, DType::int16), 0, kHidden};
+    const Lanes coarse{program->add_buffer(kHidden, DType::int8), 0, kHidden};
+    const int qkv = program->add_buffer(128, DType::f32);
     const Lanes queries{qkv, 0, 64};
     const Lanes keys{qkv, 64, 32};
     const Lanes values{qkv, 96, 32};
@@ -55,13 +55,13 @@ std::unique_ptr<Program> make_program(Isa isa, int threads) {
     program->quantise(queries, coarse);
     program->matmul(coarse, program->add_matrix(random_matrix(kHidden, 64, random)), -1, x, x);
     program->rms_norm(x, norm, 1e-5F, coarse);
-    const Lanes gate{program->add_buffer(192, 32), 0, 96};
+    const Lanes gate{program->add_buffer(192, DType::f32), 0, 96};
     const Lanes up{gate.buffer, 96, 96};
-    const Lanes product{program->add_buffer(96, 8), 0, 96};
+    const Lanes product{program->add_buffer(96, DType::int8), 0, 96};
     program->matmul(coarse, program->add_matrix(random_matrix(192, kHidden, random)), -1, {}, {gate.buffer, 0, 192});
     program->swiglu(gate, up, product);
     program->matmul(product, program->add_matrix(random_matrix(kHidden, 96, random)), -1, x, x);
-    program->logits(x, norm, 1e-5F, head, 16);
+    program->logits(x, norm, 1e-5F, head, DType::int16);
     program->finish();
     return program;
 }

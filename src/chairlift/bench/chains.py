@@ -105,7 +105,8 @@ def matmul(weight_type: str, layout: str, hidden: int, ffn: int, bits: Activatio
 
     what = f"{hidden} x {ffn} x {hidden}"
     if layout in FLOAT_LAYOUTS:
-        return Chain(f"matmul {layout}", what, _spec(hidden, links), link, tensors, unit="fma")
+        unit: Unit = "bf16" if layout == "bf16" else "fma"
+        return Chain(f"matmul {layout}", what, _spec(hidden, links), link, tensors, unit=unit)
     name = f"matmul {layout} a{bits}"
     return Chain(name, what, _spec(hidden, links), link, tensors, unit="dot", activation_bits=bits)
 

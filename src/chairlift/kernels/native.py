@@ -18,7 +18,7 @@ from chairlift.errors import ConfigError, DoesNotFit, EngineError, ModelError
 from chairlift.kernels import record
 from chairlift.kernels.ops import MAX_TOP, SAMPLE_DTYPE, Forward, KVLayout, LogitResult, StepArrays
 from chairlift.kernels.record import Node, Value, WeightKinds
-from chairlift.kernels.rounding import ActivationBits, input_bits
+from chairlift.kernels.rounding import ActivationBits, DType, input_dtype
 from chairlift.models import quant
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
@@ -86,11 +86,7 @@ class NativeBackend:
 
 def weight_kinds(activation_bits: ActivationBits) -> WeightKinds:
     """How the core holds and multiplies weights."""
-
-    def bits(weight: RawTensor) -> int:
-        return input_bits(weight.name, activation_bits) if _native.takes_rounded(weight.type_name) else 32
-
-    return WeightKinds(_native.layout_of, bits)
+    return WeightKinds(_native.layout_of, lambda weight: input_dtype(weight, activation_bits))
 
 
 class NativeModel:
@@ -147,13 +143,13 @@ class NativeModel:
 class Buffers:
     """Which lanes each value lives in. A buffer is used again once all of its values were read for the last time."""
 
-    def __init__(self, add_buffer: Callable[[int, int], int], nodes: Sequence[Node]) -> None:
+    def __init__(self, add_buffer: Callable[[int, DType], int], nodes: Sequence[Node]) -> None:
         self._add_buffer = add_buffer
         self._last_read = {value: i for i, node in enumerate(nodes) for value in node.reads()}
         self._lanes: dict[Value, Lanes] = {}
         self._num_living: Counter[int] = Counter()
-        self._kinds: dict[int, tuple[int, int]] = {}
-        self._free: dict[tuple[int, int], list[int]] = {}
+        self._kinds: dict[int, tuple[int, DType]] = {}
+        self._free: dict[tuple[int, DType], list[int]] = {}
 
     def lanes(self, value: Value) -> Lanes:
         """Where a value that was placed lives."""
@@ -161,7 +157,7 @@ class Buffers:
 
     def place(self, values: Sequence[Value]) -> Lanes:
         """Gives values one buffer, side by side, and returns the whole of it."""
-        kind = (sum(value.width for value in values), values[0].bits)
+        kind = (sum(value.width for value in values), values[0].dtype)
         free = self._free.get(kind)
         buffer = free.pop() if free else self._add_buffer(*kind)
         self._kinds[buffer] = kind
@@ -174,7 +170,7 @@ class Buffers:
 
     def replace(self, old: Value, new: Value, at: int) -> Lanes | None:
         """Lets `new` take the lanes of `old` when node `at` is the last to read it and the two are alike; None else."""
-        if self._last_read[old] != at or (old.width, old.bits) != (new.width, new.bits):
+        if self._last_read[old] != at or (old.width, old.dtype) != (new.width, new.dtype):
             return None
         self._lanes[new] = self._lanes.pop(old)
         return self._lanes[new]
@@ -246,7 +242,7 @@ class Emitter:
     def _logits(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
         norm = self._vector(node.weights[1:]) if len(node.weights) > 1 else -1
         head = node.weights[0]
-        self._program.logits(inputs[0], norm, node.eps, self._matrix([head]), self._kinds.input_bits(head))
+        self._program.logits(inputs[0], norm, node.eps, self._matrix([head]), self._kinds.input_dtype(head))
 
     def _matrix(self, tensors: Sequence[RawTensor]) -> int:
         """The packed matrix of tensors stacked by rows; the same tensors give the same one (tied embeddings)."""

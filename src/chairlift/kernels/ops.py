@@ -39,8 +39,8 @@ class Ops(Protocol[X, W]):
         """x / sqrt(mean(x^2) + eps) * weight over each group of len(weight) lanes: a head's norm when shorter."""
 
     def linear(self, x: X, weight: W, bias: W | None = None) -> X:
-        """x @ weight.T + bias. For quantised weights x is rounded per 32 lanes, to as many
-        bits as `rounding.input_bits` says of the weight."""
+        """x @ weight.T + bias. x is rounded as `rounding.input_dtype` says of the weight: to
+        bf16, per 32 lanes to levels of 8 or 16 bits, or not at all."""
 
     def rope(self, x: X, rope: RopeSpec) -> X:
         """Rotates each head at the step's positions; a head is spec.head_dim lanes."""

@@ -7,7 +7,7 @@ takes the nodes in running order and gives them back so:
     stack_linears       q, k, v -> one product          same input, same layout
     fold_residuals      add(x, linear(h)) -> product    the sum is formed as the product is written
     fold_head_norm      norm, logits -> logits          only the rows that need logits are normed
-    round_inputs        norm, swiglu -> levels          what only integer products read is rounded where it is made
+    round_inputs        norm, swiglu -> levels or bf16  what only rounding products read is rounded where it is made
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from chairlift.errors import ModelError
+from chairlift.kernels.rounding import DType
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
 Kind = Literal["embed", "rms_norm", "linear", "rope", "attend", "swiglu", "add", "logits", "quantise"]
@@ -25,10 +26,10 @@ Kind = Literal["embed", "rms_norm", "linear", "rope", "attend", "swiglu", "add",
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """One activation, (rows, width), of 32 bits a lane: float32; or of 8 or 16: levels with a scale per 32 lanes."""
+    """One activation, (rows, width)."""
 
     width: int
-    bits: int = 32
+    dtype: DType = "f32"
 
 
 @dataclass(eq=False, slots=True)
@@ -54,10 +55,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class WeightKinds:
-    """How a weight is held and multiplied: the layout of its type, and the bits of its input's lanes (32: float32)."""
+    """How a weight is held and multiplied: the layout of its type, and what its input is rounded to."""
 
     layout_of: Callable[[str], str]
-    input_bits: Callable[[RawTensor], int]
+    input_dtype: Callable[[RawTensor], DType]
 
 
 class Recorder:
@@ -132,12 +133,12 @@ def fuse(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
 def stack_linears(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
     """Joins linears of one input whose weights share a layout (q, k, v; gate, up) into one product."""
     stacked: list[Node] = []
-    open_stacks: dict[tuple[int, str, int, bool], Node] = {}
+    open_stacks: dict[tuple[int, str, DType, bool], Node] = {}
     for node in nodes:
         if node.kind == "linear":
             weight = node.weights[0]
-            layout, bits = kinds.layout_of(weight.type_name), kinds.input_bits(weight)
-            key = (id(node.inputs[0]), layout, bits, bool(node.biases))
+            layout, dtype = kinds.layout_of(weight.type_name), kinds.input_dtype(weight)
+            key = (id(node.inputs[0]), layout, dtype, bool(node.biases))
             if key in open_stacks:
                 first = open_stacks[key]
                 first.weights += node.weights
@@ -191,26 +192,26 @@ def can_round(node: Node) -> bool:
 
 
 def round_inputs(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
-    """Gives integer products rounded inputs: a value is rounded once, by its maker when nothing else reads it."""
+    """Gives products the inputs that they take: a value is rounded once, by its maker when nothing else reads it."""
 
-    def input_bits(node: Node) -> int:
-        return kinds.input_bits(node.weights[0]) if node.kind == "linear" else 32
+    def input_dtype(node: Node) -> DType:
+        return kinds.input_dtype(node.weights[0]) if node.kind == "linear" else "f32"
 
     uses = count_uses(nodes)
-    alike = Counter((node.inputs[0], input_bits(node)) for node in nodes if node.kind == "linear")
+    alike = Counter((node.inputs[0], input_dtype(node)) for node in nodes if node.kind == "linear")
     makers = {value: node for node in nodes for value in node.outputs}
-    rounded: dict[tuple[Value, int], Value] = {}
+    rounded: dict[tuple[Value, DType], Value] = {}
     result: list[Node] = []
     for node in nodes:
-        bits = input_bits(node)
-        if bits != 32:
+        dtype = input_dtype(node)
+        if dtype != "f32":
             x = node.inputs[0]
-            if can_round(makers[x]) and uses[x] == alike[x, bits]:
-                x.bits = bits
+            if can_round(makers[x]) and uses[x] == alike[x, dtype]:
+                x.dtype = dtype
             else:
-                if (x, bits) not in rounded:
-                    rounded[x, bits] = Value(x.width, bits)
-                    result.append(Node("quantise", [x], [rounded[x, bits]]))
-                node.inputs = [rounded[x, bits]]
+                if (x, dtype) not in rounded:
+                    rounded[x, dtype] = Value(x.width, dtype)
+                    result.append(Node("quantise", [x], [rounded[x, dtype]]))
+                node.inputs = [rounded[x, dtype]]
         result.append(node)
     return result

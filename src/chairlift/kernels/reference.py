@@ -41,7 +41,19 @@ class BlockMatrix:
         return self.levels.nbytes + self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
 
 
-Weight = BlockMatrix | F32
+@dataclass(frozen=True, slots=True)
+class Bf16Matrix:
+    """A weight (N, K) of bf16, whose inputs are rounded to bf16 too."""
+
+    values: F32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.values.nbytes
+
+
+Weight = BlockMatrix | Bf16Matrix | F32
 
 
 class ReferenceBackend:
@@ -160,6 +172,8 @@ class ReferenceOps:
     def embed(self, table: Weight) -> F32:
         """Rows of the table at the step's tokens, dequantised."""
         tokens = self._step.tokens
+        if isinstance(table, Bf16Matrix):
+            table = table.values
         if isinstance(table, np.ndarray):
             return table[tokens]
         levels = table.levels[:, :, tokens].astype(np.float32) - np.float32(table.zero)
@@ -181,11 +195,13 @@ class ReferenceOps:
         return by_row(one, x)
 
     def linear(self, x: F32, weight: Weight, bias: Weight | None = None) -> F32:
-        """x @ weight.T + bias. Float weights: float32 products in numpy's pairwise sum, one row at a time."""
+        """x @ weight.T + bias."""
         if isinstance(weight, BlockMatrix):
             y = block_linear(x, weight)
+        elif isinstance(weight, Bf16Matrix):
+            y = float_linear(to_bf16(x), weight.values)
         else:
-            y = by_row(lambda row: (weight * row).sum(axis=1), x)
+            y = float_linear(x, weight)
         return y if bias is None else y + plain(bias)
 
     def rope(self, x: F32, rope: RopeSpec) -> F32:
@@ -234,7 +250,7 @@ def load_weight(tensor: RawTensor, activation_bits: ActivationBits = 8) -> Weigh
     """A weight as the ops hold it: scales in 16 bits."""
     decoded = quant.decode(tensor)
     if isinstance(decoded, np.ndarray):
-        return decoded
+        return Bf16Matrix(decoded) if tensor.type_name == "BF16" and decoded.ndim == 2 else decoded
     decoded = decoded.with_half_scales()
     levels = decoded.q.reshape(len(decoded.q), -1, decoded.group).transpose(1, 2, 0)
     offset = None if decoded.offset is None else np.ascontiguousarray(decoded.offset.T)
@@ -258,6 +274,11 @@ def silu(x: F32) -> F32:
     """x / (1 + exp(-x)); 0 where the exponential overflows, as it should."""
     y: F32 = x / (np.exp(-x) + 1)
     return y
+
+
+def float_linear(x: F32, weight: F32) -> F32:
+    """Products in float32, summed as numpy does, pairwise, one row at a time. Those of bf16 are exact."""
+    return by_row(lambda row: (weight * row).sum(axis=1), x)
 
 
 def block_linear(x: F32, weight: BlockMatrix) -> F32:

@@ -103,7 +103,7 @@ auto multiply(const std::string& isa, const PackedMatrix& matrix, const MatmulAr
         require(residual->shape(0) == out.shape(0) && residual->shape(1) == out.shape(1), "residual has another shape");
         args.residual = residual->data();
     }
-    kernels(isa_from_name(isa)).matmul.run(args, 0, matrix.num_panels());
+    kernels(isa_from_name(isa)).product(matrix.layout())(args, 0, matrix.num_panels());
     return out;
 }
 
@@ -111,7 +111,7 @@ auto matmul_rounded(const std::string& isa, const PackedMatrix& matrix, const st
                     std::optional<Floats> bias, std::optional<FloatRows> residual) {
     const auto& [levels, scale] = x;
     require(bits == 8 || bits == 16, "levels have 8 or 16 bits");
-    require(takes_rounded(matrix.layout()), "this layout takes f32 activations");
+    require(takes_levels(matrix.layout()), "this layout takes float activations");
     require(static_cast<int64_t>(levels.shape(1)) == matrix.cols(), "activations do not match the matrix");
     require(scale.shape(0) == levels.shape(0) && scale.shape(1) * kBlock == levels.shape(1), "scales do not match the activations");
     const Rounded rounded(levels, bits / 8);
@@ -128,11 +128,21 @@ auto matmul_rounded(const std::string& isa, const PackedMatrix& matrix, const st
 
 auto matmul_float(const std::string& isa, const PackedMatrix& matrix, FloatRows x, std::optional<Floats> bias,
                   std::optional<FloatRows> residual) {
-    require(!takes_rounded(matrix.layout()), "this layout takes rounded activations");
+    require(!takes_levels(matrix.layout()), "this layout takes rounded activations");
     require(static_cast<int64_t>(x.shape(1)) == matrix.cols(), "activations do not match the matrix");
     MatmulArgs args{};
     args.num_rows = static_cast<int>(x.shape(0));
     args.x = {.values = x.data(), .stride = matrix.cols()};
+    const int64_t stride = (matrix.cols() + 15) / 16 * 16;  // round() writes whole 16s
+    std::vector<float> rounded;
+    if (matrix.layout() == Layout::bf16) {
+        rounded.resize(x.shape(0) * static_cast<size_t>(stride));
+        args.x = {.values = rounded.data(), .stride = stride};
+        const auto round = kernels(isa_from_name(isa)).matmul_float.round;
+        for (int row = 0; row < args.num_rows; ++row) {
+            round(x.data() + row * matrix.cols(), 0, static_cast<int>(matrix.cols()), rounded.data() + row * stride);
+        }
+    }
     return multiply(isa, matrix, args, bias, residual);
 }
 
@@ -181,7 +191,7 @@ void bind_kernels(nb::module_& module) {
                 "residual"_a = nb::none(),
                 "(rows, cols) levels in int16, within 254 and 254 wide a block (8 bits) or within 127 * 256 (16), and their scales -> (rows, matrix.rows).");
     kernels.def("matmul_float", matmul_float, "isa"_a, "matrix"_a, "x"_a, "bias"_a = nb::none(),
-                "residual"_a = nb::none(), "(rows, cols) float32 -> (rows, matrix.rows).");
+                "residual"_a = nb::none(), "(rows, cols) float32, rounded to bf16 for a bf16 matrix -> (rows, matrix.rows).");
     kernels.def("reduce_logits", reduce, "isa"_a, "logits"_a, "record"_a, "bias"_a, "seen"_a,
                 "sampling.reduce_logits: (token, logprob, top_ids, top_logprobs, finite).");
     kernels.def("peak", peak, "isa"_a, "unit"_a, "rounds"_a,

@@ -7,11 +7,12 @@
 #define CHAIRLIFT_DECLARE_LEVEL(level)                                                                                  \
     namespace chairlift::level {                                                                                        \
     extern const MatmulKernels matmul_kernels;                                                                          \
+    extern const MatmulFloatKernels matmul_float_kernels;                                                               \
     extern const SampleKernels sample_kernels;                                                                          \
     extern const ElementwiseKernels elementwise_kernels;                                                                \
     extern const AttentionKernels attention_kernels;                                                                    \
     extern const PeakKernels peak_kernels;                                                                              \
-    static constexpr Kernels table{Isa::level,          matmul_kernels,    sample_kernels,                              \
+    static constexpr Kernels table{Isa::level,          matmul_kernels,    matmul_float_kernels, sample_kernels,        \
                                    elementwise_kernels, attention_kernels, peak_kernels};                               \
     }
 
@@ -21,10 +22,11 @@ CHAIRLIFT_DECLARE_LEVEL(avx2)
 CHAIRLIFT_DECLARE_LEVEL(avx2_vnni)
 CHAIRLIFT_DECLARE_LEVEL(avx512)
 namespace chairlift::avx512_bf16 {
+extern const MatmulFloatKernels matmul_float_kernels;
 extern const AttentionKernels attention_kernels;
 extern const PeakKernels peak_kernels;
 // Nothing else is made of bf16 products.
-static constexpr Kernels table{Isa::avx512_bf16,            avx512::matmul_kernels, avx512::sample_kernels,
+static constexpr Kernels table{Isa::avx512_bf16,            avx512::matmul_kernels, matmul_float_kernels, avx512::sample_kernels,
                                avx512::elementwise_kernels, attention_kernels,      peak_kernels};
 }  // namespace chairlift::avx512_bf16
 #endif
@@ -80,7 +82,14 @@ std::vector<Isa> available_isas() {
     return found;
 }
 
-Isa best_isa() { return available_isas().back(); }
+// Intel's vdpbf16ps takes the time of four FMAs, where two do the same work (docs/log.md): there the level without is faster.
+Isa best_isa() {
+    const Isa highest = available_isas().back();
+#ifdef CHAIRLIFT_X86
+    if (highest == Isa::avx512_bf16 && __builtin_cpu_is("intel")) return Isa::avx512;
+#endif
+    return highest;
+}
 
 Isa isa_from_name(std::string_view name) {
     for (const Isa isa : available_isas()) {

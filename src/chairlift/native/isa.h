@@ -25,10 +25,13 @@ enum class Isa { portable, avx2, avx2_vnni, avx512, avx512_bf16 };
 struct Kernels {
     Isa isa;
     const MatmulKernels& matmul;
+    const MatmulFloatKernels& matmul_float;
     const SampleKernels& sample;
     const ElementwiseKernels& elementwise;
     const AttentionKernels& attention;
     const PeakKernels& peak;
+
+    MatmulFn product(Layout layout) const { return level_shape(layout).bits != 0 ? matmul.run : matmul_float.run; }
 };
 
 // "portable", "avx2" (with FMA and F16C), "avx2_vnni" (AVX-VNNI too), "avx512" (F, BW, DQ, VL, VNNI) or "avx512_bf16".
@@ -37,7 +40,7 @@ std::string_view isa_name(Isa isa);
 // Levels that this binary carries and that processor and operating system support, lowest first.
 std::vector<Isa> available_isas();
 
-// The highest available level.
+// The fastest available level: the highest, but where its extra instructions are slow.
 Isa best_isa();
 
 // Throws std::invalid_argument when the name is unknown or the level is not available here.

@@ -10,12 +10,12 @@
 
 namespace chairlift {
 
-// The rows that a matrix multiplies: rounded to 8 or 16 bits for layouts of levels; f32 for the others.
+// The rows that a matrix multiplies: levels of 8 or 16 bits for layouts of levels, bf16 for bf16, f32 for the others.
 //
 // A level of one byte is a signed byte plus its block's offset. A level of two is 256 * high + low with both in int8, so that
 // 8-bit dot products do the work of 16-bit ones: each block of 32 lanes is 32 high bytes, then 32 low bytes.
 struct Activations {
-    const float* values = nullptr;      // (rows, stride)
+    const float* values = nullptr;      // (rows, stride): f32, or what MatmulFloatKernels::round left
     int64_t stride = 0;                 // lanes from one row of `values` to the next
     int bytes = 0;                      // of a level: 1 or 2
     const int8_t* q = nullptr;          // (rows, cols / 32, bytes, 32)
@@ -36,14 +36,26 @@ struct MatmulArgs {
     int64_t residual_stride;
 };
 
+// Computes the outputs of panels [begin, end) for all rows. Calls over disjoint ranges may run at the same time.
+using MatmulFn = void (*)(const MatmulArgs& args, int64_t begin, int64_t end);
+
 struct MatmulKernels {
-    // Computes the outputs of panels [begin, end) for all rows. Calls over disjoint ranges may run at the same time.
-    void (*run)(const MatmulArgs& args, int64_t begin, int64_t end);
+    MatmulFn run;  // for layouts of levels
+};
+
+struct MatmulFloatKernels {
+    MatmulFn run;  // for the others
+
+    // Rounds n lanes to the nearest bf16, ties to even, and puts them from lane `first` on into a row that a bf16 matrix
+    // takes: two bytes each where an instruction multiplies bf16, else widened again. `first` is a multiple of 16, and the
+    // row whole 16s of lanes: those up to the next are put to 0.
+    void (*round)(const float* x, int first, int n, float* row);
 };
 
 #ifdef CHAIRLIFT_ISA_NS
 namespace CHAIRLIFT_ISA_NS {
 extern const MatmulKernels matmul_kernels;
+extern const MatmulFloatKernels matmul_float_kernels;
 }
 #endif
 

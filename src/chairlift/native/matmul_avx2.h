@@ -11,8 +11,6 @@ static constexpr TileRows kTileRows[] = {
     {3, 4},  // levels of one byte: 6 chains + 6 sums + 2 weights
     {2, 3},  // of two: 8 chains + 4 sums + 2 weights + 2 activations
 };
-static constexpr int kFloatTilePanels = 1;
-static constexpr int kMaxFloatTile = 2;
 
 using Ints = __m256i;
 

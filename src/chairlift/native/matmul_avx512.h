@@ -11,8 +11,6 @@ static constexpr TileRows kTileRows[] = {
     {6, 8},  // levels of one byte: 12 chains + 12 sums + 4 weights
     {4, 6},  // of two: 16 chains + 8 sums + 4 weights + 2 activations
 };
-static constexpr int kFloatTilePanels = 2;
-static constexpr int kMaxFloatTile = 6;  // 2 sums x 2 panels a row
 
 using Ints = __m512i;
 

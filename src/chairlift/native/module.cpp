@@ -126,7 +126,6 @@ void bind_isa(nb::module_& module) {
         return names;
     });
     module.def("best_isa", [] { return std::string(isa_name(best_isa())); });
-    module.def("takes_rounded", [](std::string_view type_name) { return takes_rounded(layout_of(source_type(type_name))); });
     module.def("layout_of", [](std::string_view type_name) {
         return std::string(layout_name(layout_of(source_type(type_name))));
     });
@@ -151,7 +150,9 @@ void bind_program(nb::module_& module) {
                 int max_rows, int vocab) {
                  new (self) Program(isa_from_name(isa), std::move(pool), std::move(cache), max_rows, vocab);
              })
-        .def("add_buffer", &Program::add_buffer)
+        .def("add_buffer", [](Program& self, int width, std::string_view dtype) {
+            return self.add_buffer(width, dtype_from_name(dtype));
+        })
         .def("add_matrix", &Program::add_matrix)
         .def("add_vector", &Program::add_vector)
         .def("add_rope", &Program::add_rope)
@@ -171,7 +172,7 @@ void bind_program(nb::module_& module) {
         .def("add", [](Program& self, LanesTuple a, LanesTuple b,
                        LanesTuple out) { self.add(lanes(a), lanes(b), lanes(out)); })
         .def("logits", [](Program& self, LanesTuple x, int vector, float eps,
-                          int matrix, int bits) { self.logits(lanes(x), vector, eps, matrix, bits); })
+                          int matrix, std::string_view dtype) { self.logits(lanes(x), vector, eps, matrix, dtype_from_name(dtype)); })
         .def("finish", &Program::finish)
         .def("run", &run, nb::arg("step"), nb::arg("sample"), nb::arg("result"))
         .def_prop_ro("num_ops", &Program::num_ops)

@@ -27,8 +27,9 @@ int64_t element_bytes(Layout layout) { return layout == Layout::f32 ? 4 : 2; }
 MatrixView describe(Layout layout, int64_t rows, int64_t cols) {
     if (rows < 1 || cols < 1) throw std::invalid_argument("a packed matrix needs at least one row and one column");
     MatrixView view{layout, rows, cols, nullptr, 0, 0, 0};
-    if (!takes_rounded(layout)) {
-        view.panel_bytes = aligned(cols * kPanelRows * element_bytes(layout));
+    if (!takes_levels(layout)) {
+        const int64_t inputs = layout == Layout::bf16 ? (cols + 1) / 2 * 2 : cols;
+        view.panel_bytes = aligned(inputs * kPanelRows * element_bytes(layout));
         return view;
     }
     if (cols % kBlock != 0) throw std::invalid_argument("quantised rows must be whole blocks of 32 weights");
@@ -111,6 +112,14 @@ void pack_elements(const uint8_t* source, int64_t cols, int row, uint8_t* panel)
     for (int64_t k = 0; k < cols; ++k) memcpy(panel + (k * kPanelRows + row) * Bytes, source + k * Bytes, Bytes);
 }
 
+// Where input k of lane `row` stands in a panel of bf16 values.
+int64_t pair_index(int64_t k, int row) { return (k / 2 * kPanelRows + row) * 2 + k % 2; }
+
+void pack_pairs(const uint8_t* source, int64_t cols, int row, uint8_t* panel) {
+    for (int64_t k = 0; k < cols; ++k) memcpy(panel + 2 * pair_index(k, row), source + 2 * k, 2);
+    if (cols % 2 != 0) memset(panel + 2 * pair_index(cols, row), 0, 2);
+}
+
 void pack_row(SourceType type, const MatrixView& view, const uint8_t* source, int row, uint8_t* panel) {
     switch (view.layout) {
         case Layout::w4: return pack_blocks<Layout::w4>(type, view, source, row, panel);
@@ -119,8 +128,8 @@ void pack_row(SourceType type, const MatrixView& view, const uint8_t* source, in
         case Layout::w5_min: return pack_blocks<Layout::w5_min>(type, view, source, row, panel);
         case Layout::w6: return pack_blocks<Layout::w6>(type, view, source, row, panel);
         case Layout::w8: return pack_blocks<Layout::w8>(type, view, source, row, panel);
-        case Layout::f16:
-        case Layout::bf16: return pack_elements<2>(source, view.cols, row, panel);
+        case Layout::f16: return pack_elements<2>(source, view.cols, row, panel);
+        case Layout::bf16: return pack_pairs(source, view.cols, row, panel);
         case Layout::f32: return pack_elements<4>(source, view.cols, row, panel);
     }
 }
@@ -170,9 +179,11 @@ uint16_t half_at(const uint8_t* plane, int64_t index) {
     return value;
 }
 
-float element_at(Layout layout, const uint8_t* panel, int64_t index) {
+// Input k of lane `row` in a panel of floats.
+float element_at(Layout layout, const uint8_t* panel, int64_t k, int row) {
+    const int64_t index = k * kPanelRows + row;
     if (layout == Layout::f16) return f16_to_float(half_at(panel, index));
-    if (layout == Layout::bf16) return bf16_to_float(half_at(panel, index));
+    if (layout == Layout::bf16) return bf16_to_float(half_at(panel, pair_index(k, row)));
     float value;
     memcpy(&value, panel + 4 * index, sizeof value);
     return value;
@@ -197,7 +208,7 @@ std::string_view layout_name(Layout layout) {
     return names[static_cast<size_t>(layout)];
 }
 
-bool takes_rounded(Layout layout) { return level_shape(layout).bits != 0; }
+bool takes_levels(Layout layout) { return level_shape(layout).bits != 0; }
 
 void PackedMatrix::Free::operator()(uint8_t* p) const noexcept { std::free(p); }
 
@@ -226,8 +237,8 @@ PackedMatrix pack(std::span<const Source> sources, int64_t cols, const ParallelF
 void embed_row(const MatrixView& matrix, int64_t row, float* out) {
     const uint8_t* panel = matrix.data + row / kPanelRows * matrix.panel_bytes;
     const auto lane = static_cast<int>(row % kPanelRows);
-    if (!takes_rounded(matrix.layout)) {
-        for (int64_t k = 0; k < matrix.cols; ++k) out[k] = element_at(matrix.layout, panel, k * kPanelRows + lane);
+    if (!takes_levels(matrix.layout)) {
+        for (int64_t k = 0; k < matrix.cols; ++k) out[k] = element_at(matrix.layout, panel, k, lane);
         return;
     }
     const LevelShape shape = level_shape(matrix.layout);

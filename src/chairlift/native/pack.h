@@ -9,7 +9,8 @@
 //   w5_min  levels ng x 320 B | scales ng x 16 f16 | mins ng x 16 f16  w = scale * q + min
 //   w6      levels ng x 192 B | scales ng x 16 f16                     w = scale * (q - 32)
 //   w8      levels ng x 512 B | scales ng x 16 f16                     w = scale * (q - 128)
-//   f16, bf16, f32            cols x 16 values
+//   f16, f32                  cols x 16 values
+//   bf16                      cols / 2 x 16 pairs of neighbouring inputs; of an odd number the last is paired with 0
 //
 // A group's levels are vectors of 64 bytes; byte 4 r + i of each belongs to row r. So one 32-bit lane is four consecutive k of
 // one output, which vpdpbusd multiplies with four broadcast activations. With n = group / 4 such vectors to be made:
@@ -36,8 +37,8 @@ namespace chairlift {
 // As the enumeration calls it: "w4_min".
 std::string_view layout_name(Layout layout);
 
-// Whether its kernel multiplies rounded activations (else f32).
-bool takes_rounded(Layout layout);
+// What its kernel multiplies: levels of activations, or else floats.
+bool takes_levels(Layout layout);
 
 // One file tensor: `rows` rows as the file holds them.
 struct Source {

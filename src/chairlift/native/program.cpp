@@ -2,6 +2,7 @@
 #include "program.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -20,6 +21,12 @@ void need(bool holds, const char* what) {
     if (!holds) throw std::invalid_argument(std::string("cannot record: ") + what);
 }
 
+// What the rows of a product must be.
+bool takes(const PackedMatrix& weights, DType dtype) {
+    if (takes_levels(weights.layout())) return dtype == DType::int8 || dtype == DType::int16;
+    return dtype == (weights.layout() == Layout::bf16 ? DType::bf16 : DType::f32);
+}
+
 StepLimits limits_of(const KVCache* cache, int max_rows, int vocab) {
     need(cache != nullptr, "no KV cache");
     need(max_rows > 0 && vocab > 0, "max_rows and vocab must be positive");
@@ -27,6 +34,13 @@ StepLimits limits_of(const KVCache* cache, int max_rows, int vocab) {
 }
 
 }  // namespace
+
+DType dtype_from_name(std::string_view name) {
+    constexpr std::string_view names[] = {"f32", "bf16", "int8", "int16"};
+    const auto* const found = std::find(std::begin(names), std::end(names), name);
+    need(found != std::end(names), "lanes are f32, bf16, int8 or int16");
+    return static_cast<DType>(found - names);
+}
 
 Program::Program(Isa isa, std::shared_ptr<Pool> pool, std::shared_ptr<KVCache> cache, int max_rows, int vocab)
     : kernels_(kernels(isa)),
@@ -38,14 +52,14 @@ Program::Program(Isa isa, std::shared_ptr<Pool> pool, std::shared_ptr<KVCache> c
     need(pool_ != nullptr, "no pool");
 }
 
-int Program::add_buffer(int width, int bits) { return new_buffer(width, bits, max_rows_); }
+int Program::add_buffer(int width, DType dtype) { return new_buffer(width, dtype, max_rows_); }
 
-int Program::new_buffer(int width, int bits, int rows) {
+int Program::new_buffer(int width, DType dtype, int rows) {
     need(arena_ == nullptr, "the program is finished");
     need(width > 0 && rows > 0, "a buffer has at least one lane and one row");
-    need(bits == 8 || bits == 16 || bits == 32, "a lane has 8, 16 or 32 bits");
-    need(bits == 32 || width % kBlock == 0, "a quantised buffer holds whole blocks of 32 lanes");
-    buffers_.push_back({width, bits, rows});
+    const Buffer buffer{width, dtype, rows};
+    need(!buffer.has_levels() || width % kBlock == 0, "a buffer of levels holds whole blocks of 32 lanes");
+    buffers_.push_back(buffer);
     return static_cast<int>(buffers_.size()) - 1;
 }
 
@@ -73,12 +87,12 @@ const Program::Buffer& Program::check_lanes(Lanes lanes) const {
     need(lanes.buffer >= 0 && lanes.buffer < static_cast<int>(buffers_.size()), "there is no such buffer");
     const Buffer& buffer = buffers_[static_cast<size_t>(lanes.buffer)];
     need(lanes.offset >= 0 && lanes.width > 0 && lanes.width <= buffer.width - lanes.offset, "lanes beyond the buffer");
-    need(!buffer.quantised() || lanes.width == buffer.width, "a part of a quantised buffer");
+    need(buffer.dtype == DType::f32 || lanes.width == buffer.width, "a part of a rounded buffer");
     return buffer;
 }
 
 void Program::check_f32(Lanes lanes, int width) const {
-    need(!check_lanes(lanes).quantised(), "f32 lanes are needed");
+    need(check_lanes(lanes).dtype == DType::f32, "f32 lanes are needed");
     need(lanes.width == width, "the widths differ");
 }
 
@@ -115,14 +129,14 @@ void Program::rms_norm(Lanes x, int vector, float eps, Lanes out) {
     check_out(out, x.width);
     const int group = static_cast<int>(vectors_[static_cast<size_t>(vector)].size());
     need(x.width % group == 0, "the norm's weight does not divide the row");
-    need(x.width == group || !check_lanes(out).quantised(), "a norm of heads cannot be quantised at once");
+    need(x.width == group || check_lanes(out).dtype == DType::f32, "a norm of heads cannot be rounded at once");
     push({.kind = Kind::rms_norm, .a = x, .b = {}, .out = out, .vector = vector, .eps = eps});
 }
 
 void Program::quantise(Lanes x, Lanes out) {
     check_f32(x, x.width);
     check_out(out, x.width);
-    need(check_lanes(out).quantised(), "the output is not quantised");
+    need(check_lanes(out).dtype != DType::f32, "the output is not rounded");
     push({.kind = Kind::quantise, .a = x, .b = {}, .out = out});
 }
 
@@ -130,7 +144,7 @@ void Program::matmul(Lanes x, int matrix, int bias, Lanes residual, Lanes out) {
     need(matrix >= 0 && matrix < static_cast<int>(matrices_.size()), "there is no such matrix");
     const PackedMatrix& weights = *matrices_[static_cast<size_t>(matrix)];
     check_out(x, static_cast<int>(weights.cols()));
-    need(check_lanes(x).quantised() == takes_rounded(weights.layout()), "the matrix takes the other kind of activations");
+    need(takes(weights, check_lanes(x).dtype), "the matrix takes the other kind of activations");
     const int rows = static_cast<int>(weights.rows());
     check_f32(out, rows);
     if (residual.buffer >= 0) check_f32(residual, rows);
@@ -180,7 +194,7 @@ void Program::add(Lanes a, Lanes b, Lanes out) {
     push({.kind = Kind::add, .a = a, .b = b, .out = out});
 }
 
-void Program::logits(Lanes x, int vector, float eps, int matrix, int bits) {
+void Program::logits(Lanes x, int vector, float eps, int matrix, DType dtype) {
     need(matrix >= 0 && matrix < static_cast<int>(matrices_.size()), "there is no such matrix");
     const PackedMatrix& head = *matrices_[static_cast<size_t>(matrix)];
     check_f32(x, static_cast<int>(head.cols()));
@@ -190,10 +204,10 @@ void Program::logits(Lanes x, int vector, float eps, int matrix, int bits) {
         need(vectors_[static_cast<size_t>(vector)].size() == static_cast<size_t>(x.width), "the norm has another width");
     }
     const int rows = std::min(kLogitTile, max_rows_);
-    need((bits != 32) == takes_rounded(head.layout()), "the head takes the other kind of activations");
-    head_in_ = {new_buffer(x.width, bits, rows), 0, x.width};
-    head_out_ = {new_buffer(vocab_, 32, rows), 0, vocab_};
-    scratch_ = {new_buffer(2 * vocab_, 32, pool_->threads()), 0, 2 * vocab_};
+    need(takes(head, dtype), "the head takes the other kind of activations");
+    head_in_ = {new_buffer(x.width, dtype, rows), 0, x.width};
+    head_out_ = {new_buffer(vocab_, DType::f32, rows), 0, vocab_};
+    scratch_ = {new_buffer(2 * vocab_, DType::f32, pool_->threads()), 0, 2 * vocab_};
     push({.kind = Kind::logits, .a = x, .b = {}, .out = {}, .matrix = matrix, .vector = vector, .eps = eps});
 }
 
@@ -207,8 +221,8 @@ void Program::finish() {
         const size_t blocks = static_cast<size_t>(buffer.width / kBlock);
         // Scales, offsets, sums, half sums.
         const size_t planes = 3 * pad_bytes(rows * blocks * 4) + pad_bytes(rows * blocks * 8);
-        bytes += buffer.quantised() ? pad_bytes(rows * static_cast<size_t>(buffer.bytes() * buffer.width)) + planes
-                                    : rows * static_cast<size_t>(pad_lanes(buffer.width)) * sizeof(float);
+        bytes += buffer.has_levels() ? pad_bytes(rows * static_cast<size_t>(buffer.level_bytes() * buffer.width)) + planes
+                                     : rows * static_cast<size_t>(pad_lanes(buffer.width)) * sizeof(float);
     }
     arena_ = std::make_unique<Memory>(bytes, *pool_);
     reserve_parts();
@@ -228,14 +242,14 @@ float* Program::f32(Lanes lanes, int row) const {
 
 int64_t Program::stride(Lanes lanes) const { return pad_lanes(buffers_[static_cast<size_t>(lanes.buffer)].width); }
 
-// The planes of a quantised buffer, from lane `first` of all its rows on; whole blocks.
+// The planes of a buffer of levels, from lane `first` of all its rows on; whole blocks.
 RoundedLanes Program::levels(const Buffer& buffer, int64_t first) const {
     uint8_t* const q = arena_->data() + buffer.offset;
     const size_t rows = static_cast<size_t>(buffer.rows);
-    uint8_t* const scales = q + pad_bytes(rows * static_cast<size_t>(buffer.bytes() * buffer.width));
+    uint8_t* const scales = q + pad_bytes(rows * static_cast<size_t>(buffer.level_bytes() * buffer.width));
     const size_t plane = pad_bytes(rows * static_cast<size_t>(buffer.width / kBlock) * sizeof(float));
     const int64_t block = first / kBlock;
-    return {reinterpret_cast<int8_t*>(q) + buffer.bytes() * first, reinterpret_cast<float*>(scales) + block,
+    return {reinterpret_cast<int8_t*>(q) + buffer.level_bytes() * first, reinterpret_cast<float*>(scales) + block,
             reinterpret_cast<int16_t*>(scales + plane) + 2 * block, reinterpret_cast<int32_t*>(scales + 2 * plane) + block,
             reinterpret_cast<int32_t*>(scales + 3 * plane) + 2 * block};
 }
@@ -243,9 +257,9 @@ RoundedLanes Program::levels(const Buffer& buffer, int64_t first) const {
 // From a row on.
 Activations Program::activations(Lanes lanes, int row) const {
     const Buffer& buffer = buffers_[static_cast<size_t>(lanes.buffer)];
-    if (!buffer.quantised()) return {.values = f32(lanes, row), .stride = stride(lanes)};
+    if (!buffer.has_levels()) return {.values = f32(lanes, row), .stride = stride(lanes)};
     const RoundedLanes rows = levels(buffer, int64_t{row} * buffer.width);
-    return {.bytes = buffer.bytes(),
+    return {.bytes = buffer.level_bytes(),
             .q = rows.q,
             .scale = rows.scales,
             .offset = rows.offsets,

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <vector>
 
 #include "attention.h"
@@ -23,6 +24,12 @@ namespace chairlift {
 
 inline constexpr int kLogitTile = 32;  // logit rows that are multiplied and sampled together
 
+// What the lanes of a buffer are: floats, floats rounded to bf16, or levels with a scale and a sum per 32 lanes.
+enum class DType : uint8_t { f32, bf16, int8, int16 };
+
+// From its name ("bf16"); throws std::invalid_argument when there is none of it.
+DType dtype_from_name(std::string_view name);
+
 // Lanes [offset, offset + width) of every row of a buffer.
 struct Lanes {
     int buffer = -1;
@@ -37,16 +44,17 @@ public:
 
     // Recording. All throw std::invalid_argument on operands that do not fit together.
 
-    // A buffer of `width` lanes a row, of 32 bits: f32; or of 8 or 16: levels with a scale and a sum per 32 lanes.
-    int add_buffer(int width, int bits);
+    // A buffer of `width` lanes a row.
+    int add_buffer(int width, DType dtype);
     int add_matrix(std::shared_ptr<const PackedMatrix> matrix);
     int add_vector(std::vector<float> values);
     // Pair i turns by position * frequencies[i].
     int add_rope(std::vector<double> frequencies, bool interleaved);
 
     void embed(int matrix, Lanes out);
-    // Norm of each group of as many lanes as the vector has; out may be x, or quantised (one group only).
+    // Norm of each group of as many lanes as the vector has; out may be x, or rounded (one group only).
     void rms_norm(Lanes x, int vector, float eps, Lanes out);
+    // Rounds to what the lanes of `out` are.
     void quantise(Lanes x, Lanes out);
     // out = x @ matrix.T (+ bias) (+ residual); bias -1 and residual.buffer -1 stand for none. out may be residual.
     void matmul(Lanes x, int matrix, int bias, Lanes residual, Lanes out);
@@ -55,9 +63,9 @@ public:
     void attend(Lanes queries, int layer, Lanes out);
     void swiglu(Lanes gate, Lanes up, Lanes out);
     void add(Lanes a, Lanes b, Lanes out);
-    // Norm (vector -1: none), head product of lanes of so many bits, and sampling, for the step's logit rows only. Once, at
-    // the end.
-    void logits(Lanes x, int vector, float eps, int matrix, int bits);
+    // Norm (vector -1: none), head product of rows rounded to `dtype`, and sampling, for the step's logit rows only. Once,
+    // at the end.
+    void logits(Lanes x, int vector, float eps, int matrix, DType dtype);
     // Allocates the arena; nothing can be recorded after.
     void finish();
 
@@ -90,12 +98,12 @@ private:
 
     struct Buffer {
         int width;
-        int bits;  // of a lane
+        DType dtype;
         int rows;
         size_t offset = 0;  // into the arena
 
-        bool quantised() const { return bits != 32; }
-        int bytes() const { return bits / 8; }
+        bool has_levels() const { return dtype == DType::int8 || dtype == DType::int16; }
+        int level_bytes() const { return dtype == DType::int8 ? 1 : 2; }
     };
 
     struct Rope {
@@ -130,7 +138,7 @@ private:
         float* parts;
     };
 
-    int new_buffer(int width, int bits, int rows);
+    int new_buffer(int width, DType dtype, int rows);
     const Buffer& check_lanes(Lanes lanes) const;
     void check_f32(Lanes lanes, int width) const;
     void check_out(Lanes out, int width) const;

@@ -44,20 +44,24 @@ void Program::share_rows(int rows, int64_t work_per_row, Fn fn) {
     });
 }
 
-// Makes a row with fill(first_lane, num_lanes, f32 destination), rounding it slice by slice when `out` is quantised.
+// Makes a row with fill(first_lane, num_lanes, f32 destination), rounding it slice by slice unless `out` is f32.
 template <class Fill>
 void Program::fill_row(Lanes out, int row, Fill fill) const {
     const Buffer& buffer = buffers_[static_cast<size_t>(out.buffer)];
-    if (!buffer.quantised()) {
+    if (buffer.dtype == DType::f32) {
         fill(0, out.width, f32(out, row));
         return;
     }
-    const auto quantise = kernels_.elementwise.quantise[buffer.bytes() - 1];
     alignas(64) float slice[kSliceLanes];
     for (int lane = 0; lane < out.width; lane += kSliceLanes) {
         const int count = std::min(kSliceLanes, out.width - lane);
         fill(lane, count, slice);
-        quantise(slice, count, levels(buffer, int64_t{row} * buffer.width + lane));
+        if (buffer.has_levels()) {
+            const auto quantise = kernels_.elementwise.quantise[buffer.level_bytes() - 1];
+            quantise(slice, count, levels(buffer, int64_t{row} * buffer.width + lane));
+        } else {
+            kernels_.matmul_float.round(slice, lane, count, f32(out, row));
+        }
     }
 }
 
@@ -197,9 +201,10 @@ void Program::run_op(const Op& op, Rows rows, const Step& step) {
 void Program::multiply(const MatmulArgs& args, bool shared) {
     const int64_t work = int64_t{args.num_rows} * 2 * kPanelRows * args.weights.cols;
     const int64_t panels = (args.weights.rows + kPanelRows - 1) / kPanelRows;
-    if (!shared) return kernels_.matmul.run(args, 0, panels);
+    const MatmulFn run = kernels_.product(args.weights.layout);
+    if (!shared) return run(args, 0, panels);
     share((panels + 1) / 2, work, [&](int64_t begin, int64_t end) {
-        kernels_.matmul.run(args, 2 * begin, std::min(2 * end, panels));
+        run(args, 2 * begin, std::min(2 * end, panels));
     });
 }
 
