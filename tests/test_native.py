@@ -329,6 +329,20 @@ def test_a_mid_prompt_step_needs_no_logits(tiny_gguf: TinyGGUF, backend: NativeB
     assert (logits_of(model, [Part(tokens[16:], 16, [2, 3], 4)]) == expected[16:]).all()
 
 
+@pytest.mark.parametrize("rows", [[0], [59], [0, 1, 2], [3, 17, 18, 40], [*range(0, 60, 2)], [*range(1, 60)]], ids=len)
+def test_which_rows_need_logits_changes_no_bit(tiny_gguf: TinyGGUF, backend: NativeBackend, rows: list[int]) -> None:
+    """Rows that go on beyond the last attention mixed up with those that do not, or with their residual."""
+    path = tiny_gguf(layers=1) if rows == [59] else tiny_gguf()
+    all_rows = make_step([Part(tokens_of(4, 60), 0, [0, 1, 2, 3], 60)])
+    some = make_step([Part(tokens_of(4, 60), 0, [4, 5, 6, 7], len(rows))])
+    some = dataclasses.replace(some, logit_rows=np.array(rows, np.int32))
+    model = load(backend, path)
+    expected, got = model.run(all_rows).logits, model.run(some).logits
+    assert expected is not None
+    assert got is not None
+    assert (got == expected[rows]).all()
+
+
 def test_more_logit_rows_than_a_tile(tiny_gguf: TinyGGUF, backend: NativeBackend) -> None:
     """Results of the second tile of 32 rows written over the first, or raw logits given back unasked."""
     model = load(backend, tiny_gguf())

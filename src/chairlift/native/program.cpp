@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -226,6 +227,27 @@ void Program::finish() {
     }
     arena_ = std::make_unique<Memory>(bytes, *pool_);
     reserve_parts();
+    find_tail();
+}
+
+void Program::find_tail() {
+    const auto needs_its_row = [](const Op& op) {
+        return op.kind == Kind::embed || op.kind == Kind::rope || op.kind == Kind::write_kv || op.kind == Kind::attend;
+    };
+    tail_ = ops_.size();
+    while (tail_ > 0 && !needs_its_row(ops_[tail_ - 1])) --tail_;
+    std::set<int> read;
+    std::set<int> written;
+    for (size_t at = tail_; at < ops_.size(); ++at) {
+        for (const int buffer : {ops_[at].a.buffer, ops_[at].b.buffer}) {
+            if (buffer < 0 || written.contains(buffer)) continue;
+            need(buffers_[static_cast<size_t>(buffer)].dtype == DType::f32, "rounded lanes are read before they are written");
+            read.insert(buffer);
+        }
+        const Lanes out = ops_[at].out;
+        if (out.buffer >= 0 && out.width == buffers_[static_cast<size_t>(out.buffer)].width) written.insert(out.buffer);
+    }
+    tail_buffers_.assign(read.begin(), read.end());
 }
 
 size_t Program::weight_bytes() const {

@@ -162,7 +162,9 @@ private:
     void share_rows(int rows, int64_t work_per_row, Fn fn);
 
     void prepare(const Step& step);
-    void run_ops(const Op* begin, const Op* end, const Step& step);
+    void find_tail();
+    void gather_tail(const Step& step);
+    void run_ops(const Op* begin, const Op* end, int rows, const Step& step);
     void run_rows(const Op* begin, const Op* end, Rows rows, const Step& step);
     static int64_t row_work(const Op& op);
     void run_op(const Op& op, Rows rows, const Step& step);
@@ -177,7 +179,7 @@ private:
     AttendTask attend_task(const Op& op, const Step& step, const Unit& unit) const;
     void run_unit(const AttendTask& task, const Unit& unit);
     void run_logits(const Op& op, const Step& step, const StepResult& result);
-    void gather_logit_rows(const Op& op, const Step& step, int first, int count);
+    void norm_logit_rows(const Op& op, int first, int count);
     void multiply(const MatmulArgs& args, bool shared);
     void reduce(const Step& step, const StepResult& result, int first, int count);
 
@@ -192,6 +194,9 @@ private:
     std::vector<std::vector<float>> vectors_;
     std::vector<Rope> ropes_;
     std::vector<Op> ops_;
+    // Ops from here on look at one row at a time and are needed for logit rows only: the last layer's MLP. What they read.
+    size_t tail_ = 0;
+    std::vector<int> tail_buffers_;
     std::unique_ptr<Memory> arena_;
     Lanes head_in_;   // (kLogitTile, width): the gathered rows, as the head takes them
     Lanes head_out_;  // (kLogitTile, vocab)

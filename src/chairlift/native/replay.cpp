@@ -83,24 +83,34 @@ void Program::run(const Step& step, const StepResult& result) {
     const std::lock_guard one_at_a_time(running_);
     checker_.check(step, result);
     prepare(step);
-    const Op* const end = ops_.data() + ops_.size();
-    for (const Op* op = ops_.data(); op < end;) {
-        const Op* const next = std::find_if(op, end, [](const Op& o) { return o.kind == Kind::attend || o.kind == Kind::logits; });
-        run_ops(op, next, step);
-        if (next->kind == Kind::attend) {
-            run_attend(*next, step);
-        } else {
-            run_logits(*next, step, result);
-        }
+    const Op* const tail = ops_.data() + tail_;
+    for (const Op* op = ops_.data(); op < tail;) {
+        const Op* const next = std::find_if(op, tail, [](const Op& o) { return o.kind == Kind::attend; });
+        run_ops(op, next, step.num_rows(), step);
+        if (next < tail) run_attend(*next, step);
         op = next + 1;
+    }
+    gather_tail(step);
+    run_ops(tail, &ops_.back(), step.num_logit_rows(), step);
+    run_logits(ops_.back(), step, result);
+}
+
+// Moves the logit rows to the front of what the tail reads: the others need nothing beyond the last attention.
+void Program::gather_tail(const Step& step) {
+    for (const int buffer : tail_buffers_) {
+        const Lanes all{buffer, 0, buffers_[static_cast<size_t>(buffer)].width};
+        for (int i = 0; i < step.num_logit_rows(); ++i) {
+            const int row = step.logit_rows[static_cast<size_t>(i)];
+            if (row != i) std::copy_n(f32(all, row), all.width, f32(all, i));
+        }
     }
 }
 
 // Ops that look at one row at a time. Many rows are cut into blocks, each taken through all of them by one thread: no waiting
 // for other threads between ops, and what an op writes the next finds in the cache. Of few rows, products are shared out by
 // their outputs, and what stands between two of them by rows.
-void Program::run_ops(const Op* begin, const Op* end, const Step& step) {
-    const int rows = step.num_rows();
+void Program::run_ops(const Op* begin, const Op* end, int rows, const Step& step) {
+    if (rows == 0) return;
     const int threads = pool_->threads();
     if (rows >= threads * least_block_rows(threads)) {
         const int turns = (rows + threads * kBlockRows - 1) / (threads * kBlockRows);
@@ -242,9 +252,9 @@ void Program::run_write_kv(const Op& op, Rows rows, const Step& step) {
     });
 }
 
-void Program::gather_logit_rows(const Op& op, const Step& step, int first, int count) {
+void Program::norm_logit_rows(const Op& op, int first, int count) {
     share_rows(count, 32 * op.a.width, [&](int i) {
-        const float* const x = f32(op.a, step.logit_rows[static_cast<size_t>(first + i)]);
+        const float* const x = f32(op.a, first + i);
         if (op.vector >= 0) {
             norm_row(x, op.a.width, op, head_in_, i);
         } else {
@@ -258,7 +268,7 @@ void Program::run_logits(const Op& op, const Step& step, const StepResult& resul
     const int total = step.num_logit_rows();
     for (int first = 0; first < total; first += kLogitTile) {
         const int count = std::min(kLogitTile, total - first);
-        gather_logit_rows(op, step, first, count);
+        norm_logit_rows(op, first, count);
         MatmulArgs args{};
         args.weights = matrices_[static_cast<size_t>(op.matrix)]->view();
         args.x = activations(head_in_, 0);
