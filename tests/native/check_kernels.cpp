@@ -200,11 +200,12 @@ struct Sequence {
     std::vector<int32_t> blocks;
 };
 
-// A cache that holds `length` random tokens in scattered blocks, no byte larger than readers may touch.
+// A cache that holds `length` random tokens in scattered blocks, no byte larger than readers may touch; what was never
+// written is not a number.
 Sequence random_sequence(const Kernels& kernels, const KVShape& shape, int length, Random& random) {
     const int num_blocks = (length + kBlockTokens - 1) / kBlockTokens;
     Sequence sequence{shape, {}, std::vector<int32_t>(static_cast<size_t>(num_blocks))};
-    sequence.layer.resize(static_cast<size_t>(num_blocks) * shape.block_bytes + kCacheSlackBytes);
+    sequence.layer.resize(static_cast<size_t>(num_blocks) * shape.block_bytes + kCacheSlackBytes, 0xFF);
     for (int b = 0; b < num_blocks; ++b) sequence.blocks[static_cast<size_t>(b)] = num_blocks - 1 - b;
     const auto width = static_cast<size_t>(shape.num_kv_heads * shape.head_dim);
     for (int position = 0; position < length; ++position) {
@@ -239,7 +240,7 @@ void attend_once(const Kernels& kernels, KVType type, int longest, Random& rando
     const int rows = 1 + random.below(kMaxTaskQueries / group);
     const int length = rows + random.below(longest);
     const KVShape shape = kv_shape(type, 1 + random.below(3), head_dim);
-    const Sequence sequence = random_sequence(kernels, shape, length, random);
+    Sequence sequence = random_sequence(kernels, shape, length, random);
     const int stride = group * head_dim;
     const std::vector<float> queries = random.reals(static_cast<size_t>(rows * stride));
     const auto attend = [&](int first, int count) {
@@ -248,7 +249,8 @@ void attend_once(const Kernels& kernels, KVType type, int longest, Random& rando
                               group, count, length - rows + first, queries.data() + first * stride, stride, out.data(),
                               stride, 1.0F / std::sqrt(static_cast<float>(head_dim))};
         kernels.attention.attend(task);
-        CHECK(attend_in_splits(kernels.attention, task, out.size()) == out);
+        const std::vector<float> split = attend_in_splits(kernels.attention, task, out.size());
+        CHECK(std::memcmp(split.data(), out.data(), sizeof(float) * out.size()) == 0);
         return out;
     };
     const std::vector<float> together = attend(0, rows);
@@ -257,6 +259,37 @@ void attend_once(const Kernels& kernels, KVType type, int longest, Random& rando
         const std::vector<float> alone = attend(row, 1);
         CHECK(std::equal(alone.begin(), alone.end(), together.begin() + row * stride));
     }
+    if (type == KVType::int8) {  // a last token that is not finite is its own row's matter
+        const std::vector<float> bad(static_cast<size_t>(shape.num_kv_heads * head_dim), INFINITY);
+        kernels.attention.write({&sequence.shape, sequence.layer.data(), bad.data(), bad.data(),
+                                 sequence.blocks.back() * kBlockTokens + (length - 1) % kBlockTokens});
+        const std::vector<float> poisoned = attend(0, rows);
+        CHECK(std::equal(poisoned.begin(), poisoned.end() - stride, together.begin()));
+        for (int lane = 0; lane < stride; ++lane) CHECK(std::isnan(poisoned.end()[lane - stride]));
+    }
+}
+
+// Where the levels of an int8 token lie, and its scales.
+void check_int8_record(const Kernels& kernels, int head_dim, Random& random) {
+    const KVShape shape = kv_shape(KVType::int8, 1, head_dim);
+    std::vector<uint8_t> layer(shape.block_bytes + kCacheSlackBytes);
+    std::vector<float> key(static_cast<size_t>(head_dim));
+    std::vector<float> value(key.size());
+    for (float& level : key) level = static_cast<float>(random.below(255) - 127);
+    for (float& level : value) level = static_cast<float>(random.below(255) - 127);
+    key.back() = 127.0F;
+    value[0] = -127.0F;
+    const int token = random.below(kBlockTokens);
+    kernels.attention.write({&shape, layer.data(), key.data(), value.data(), token});
+    for (int lane = 0; lane < head_dim; ++lane) {
+        const uint8_t kept_key = layer[static_cast<size_t>((lane / 4 * kBlockTokens + token) * 4 + lane % 4)];
+        const int at = (token / 2 * head_dim + lane) * 2 + token % 2;
+        const uint8_t kept_value = layer[shape.value_offset + static_cast<size_t>(at)];
+        CHECK(static_cast<float>(kept_key - 128) == key[static_cast<size_t>(lane)]);
+        CHECK(static_cast<float>(static_cast<int8_t>(kept_value)) == value[static_cast<size_t>(lane)]);
+    }
+    const auto* const scales = reinterpret_cast<const float*>(layer.data() + shape.scale_offset);
+    CHECK(scales[token] == 1.0F && scales[kBlockTokens + token] == 1.0F);
 }
 
 void rows_once(const ElementwiseKernels& kernels, Random& random) {
@@ -356,6 +389,7 @@ void check_attention() {
             const int longest = i < 60 ? 200 : 3 * kSplitPositions;
             attend_once(kernels(isa), i % 2 == 0 ? KVType::bf16 : KVType::int8, longest, random);
         }
+        for (int head_dim = 8; head_dim <= kMaxHeadDim; head_dim += 8) check_int8_record(kernels(isa), head_dim, random);
     }
 }
 

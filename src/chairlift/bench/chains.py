@@ -126,7 +126,8 @@ def attention(heads: int, kv_heads: int, head_dim: int, kv_dtype: KVDtype) -> Ch
 
     what = f"{heads} on {kv_heads} heads of {head_dim}"
     inputs = ("x", "keys", "values")
-    return Chain(f"attention {kv_dtype}", what, spec, link, tensors, inputs, unit="bf16", kv_dtype=kv_dtype)
+    unit: Unit = "bf16" if kv_dtype == "bf16" else "dot"  # of int8 half the products are by 16 bits, at half that rate
+    return Chain(f"attention {kv_dtype}", what, spec, link, tensors, inputs, unit=unit, kv_dtype=kv_dtype)
 
 
 def row_ops(hidden: int, ffn: int) -> list[Chain]:

@@ -117,7 +117,7 @@ class ReferenceModel:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Keys or values as a cache holds them, times `scale` where there is one."""
+    """Keys or values as a cache holds them, or a query, times `scale` where there is one."""
 
     data: F32  # (positions, kv heads, width): bf16 values, or levels of int8
     scale: F32 | None = None  # (positions, kv heads)
@@ -141,16 +141,11 @@ class Cache:
         return self._data.nbytes + self._scale.nbytes
 
     def write(self, slots: I32, x: F32) -> None:
-        """Stores (rows, heads, width). int8: level = rint(lane * 127 / amax) of its head."""
+        """Stores (rows, heads, width)."""
         if self._dtype == "bf16":
             self._data[slots] = to_bf16(x).view(np.uint32) >> 16
             return
-        amax = np.abs(x).max(axis=2)
-        with np.errstate(all="ignore"):
-            inverse = (np.float32(127) / amax)[:, :, None]
-            lanes = np.where(np.isfinite(inverse) & (inverse > 0), x * inverse, np.float32(0))
-        self._data[slots] = np.rint(lanes).astype(np.int8)
-        self._scale[slots] = amax / np.float32(127)
+        self._data[slots], self._scale[slots] = to_levels(x)
 
     def read(self, slots: npt.NDArray[np.integer]) -> Kept:
         """What the slots hold."""
@@ -323,16 +318,29 @@ def to_bf16(x: F32) -> F32:
     return kept
 
 
+def to_levels(x: F32, most: int = 127) -> tuple[F32, F32]:
+    """Levels from -most to most of each row (..., width), and its scale amax / most."""
+    amax = np.abs(x).max(axis=-1)
+    with np.errstate(all="ignore"):
+        inverse = (np.float32(most) / amax)[..., None]
+        lanes = np.where(np.isfinite(inverse) & (inverse > 0), x * inverse, np.float32(0))
+    return np.rint(lanes), amax / np.float32(most)
+
+
 def attention(q: F32, keys: Kept, values: Kept) -> F32:
     """One row: q (kv heads, group, width) on keys and values of its positions, (kv heads, group, width).
 
     Splits of SPLIT positions by themselves, joined in ascending order (Milakov and Gimelshein 2018; Dao 2023).
     """
     scale = np.float32(1) / np.sqrt(np.float32(q.shape[-1])) * np.float32(np.log2(np.e))
-    q = to_bf16(q * scale)
+    if keys.scale is None:
+        query = Kept(to_bf16(q * scale))
+    else:
+        levels, of_level = to_levels(q)
+        query = Kept(levels, of_level * scale)
     whole = None
     for start in range(0, len(keys.data), SPLIT):
-        part = attend_split(q, keys[start : start + SPLIT], values[start : start + SPLIT])
+        part = attend_split(query, keys[start : start + SPLIT], values[start : start + SPLIT])
         whole = part if whole is None else join(whole, part)
     assert whole is not None
     out: F32 = whole.out / whole.sum[:, :, None]
@@ -348,25 +356,30 @@ class Softmax:
     out: F32  # (kv heads, group, width)
 
 
-def attend_split(q: F32, keys: Kept, values: Kept) -> Softmax:
-    """Tiles of TILE positions under a running maximum; weights are rounded to bf16, of int8 times the value's scale.
+def attend_split(q: Kept, keys: Kept, values: Kept) -> Softmax:
+    """Tiles of TILE positions under a running maximum; weights are rounded to bf16, with int8 to 16 bits.
+
+    Those are levels of a weight times its value's scale, by one scale for the tile.
 
     einsum without optimisation calls no BLAS: its order of summation depends on the shapes only.
     """
-    queries = q.shape[:2]
+    queries = q.data.shape[:2]
     out = np.zeros((*queries, values.data.shape[2]), np.float32)
     state = Softmax(np.full(queries, -np.inf, np.float32), np.zeros(queries, np.float32), out)
     for start in range(0, len(keys.data), TILE):
         key, value = keys[start : start + TILE], values[start : start + TILE]
-        scores = np.einsum("hgd,phd->hgp", q, key.data, optimize=False)
-        if key.scale is not None:
-            scores *= key.scale.T[:, None]
+        scores = np.einsum("hgd,phd->hgp", q.data, key.data, optimize=False)
+        if q.scale is not None and key.scale is not None:
+            scores *= key.scale.T[:, None] * q.scale[:, :, None]
         top = np.maximum(state.max, scores.max(axis=2))
         weights = np.exp2(scores - top[:, :, None])
-        rounded = to_bf16(weights if value.scale is None else weights * value.scale.T[:, None])
-        total = (rounded if value.scale is None else weights).sum(axis=2)
-        out = np.einsum("hgp,phd->hgd", rounded, value.data, optimize=False)
-        state = join(state, Softmax(top, total, out))
+        if value.scale is None:
+            weights = to_bf16(weights)
+            out = np.einsum("hgp,phd->hgd", weights, value.data, optimize=False)
+        else:
+            levels, of_level = to_levels(weights * value.scale.T[:, None], 32767)
+            out = np.einsum("hgp,phd->hgd", levels, value.data, optimize=False) * of_level[:, :, None]
+        state = join(state, Softmax(top, weights.sum(axis=2), out))
     return state
 
 

@@ -20,34 +20,79 @@ int first_query_at(const AttendTask& task, int position) {
     return row > 0 ? row * task.group_size : 0;
 }
 
-// A task's queries times its scale, rounded, cut into packs as equal as they can be: (pack, lane / kJoined, query of the
-// pack, lane % kJoined), so that what meets a vector of keys lies side by side.
+// Levels of a head by one scale: amax / 127; NaN when a lane is not finite.
+float round_head(const float* x, int head_dim, int8_t* levels) {
+    Vec largest = zero();
+    Vec doubt = zero();  // x - x is 0 for a finite x, else NaN
+    for (int start = 0; start < head_dim; start += kLanes) {
+        const Vec v = load(x + start, lanes_left(head_dim, start));
+        largest = max(largest, abs(v));
+        doubt = doubt + (v - v);
+    }
+    const float amax = max_lane(largest) + sum(doubt);
+    const float inverse = 127.0F / amax;
+    const Vec factor = splat(isfinite(inverse) ? inverse : 0.0F);
+    for (int start = 0; start < head_dim; start += kLanes) {
+        const Vec v = load(x + start, lanes_left(head_dim, start));
+        store_i8(levels + start, isfinite(amax) ? round(v * factor) : zero());
+    }
+    return amax / 127.0F;
+}
+
+static_assert(kMaxHeadDim % kLanes == 0);  // what is rounded past a head's end has room
+
+// A task's queries times its scale / ln 2, rounded, cut into packs as equal as they can be.
+template <class Cell>
 struct Queries {
     int num_packs;
-    Factor lanes[kMaxTaskQueries * kMaxHeadDim];
+    typename Cell::Query lanes[kMaxTaskQueries * kMaxHeadDim];
+    float scales[kMaxTaskQueries];
+    int32_t level_sums[kMaxTaskQueries];
 
     explicit Queries(const AttendTask& task) : num_packs((num_queries(task) + kMaxPack - 1) / kMaxPack) {
         const int head_dim = task.shape->head_dim;
-        const Vec scale = splat(task.scale * kInverseLn2);
         for (int pack = 0; pack < num_packs; ++pack) {
             const int first = first_query(task, pack);
             const int width = first_query(task, pack + 1) - first;
             for (int i = 0; i < width; ++i) {
-                const int row = (first + i) / task.group_size;
-                const int head = (first + i) % task.group_size;
-                const float* const from = task.queries + row * task.query_stride + head * head_dim;
-                for (int start = 0; start < head_dim; start += kLanes) {
-                    Factor rounded[kLanes];
-                    const int left = lanes_left(head_dim, start);
-                    store_factors(rounded, load(from + start, left) * scale);
-                    Factor* const to = lanes + first * head_dim + start * width + i * kJoined;
-                    for (int at = 0; at < left; ++at) to[at / kJoined * kJoined * width + at % kJoined] = rounded[at];
+                typename Cell::Query rounded[kMaxHeadDim] = {};  // GCC warns else: it does not follow round_query
+                round_query(task, first + i, rounded);
+                auto* const to = lanes + first * head_dim + i * Cell::kStepLanes;
+                for (int lane = 0; lane < head_dim; ++lane) {
+                    const int at = lane % Cell::kLineLanes;
+                    const int step = lane / Cell::kLineLanes * Cell::kLineSteps + at % Cell::kLineSteps;
+                    to[step * width * Cell::kStepLanes + at / Cell::kLineSteps] = rounded[lane];
                 }
             }
         }
     }
 
     int first_query(const AttendTask& task, int pack) const { return num_queries(task) * pack / num_packs; }
+    PackQueries<Cell> pack(const AttendTask& task, int first) const {
+        return {lanes + first * task.shape->head_dim, scales + first, level_sums + first};
+    }
+
+private:
+    void round_query(const AttendTask& task, int query, typename Cell::Query* rounded) {
+        const int head_dim = task.shape->head_dim;
+        const int64_t row = query / task.group_size;
+        const float* const from = task.queries + row * task.query_stride + query % task.group_size * head_dim;
+        const float scale = task.scale * kInverseLn2;
+        if constexpr (Cell::kScaled) {
+            int8_t levels[kMaxHeadDim];
+            scales[query] = round_head(from, head_dim, levels) * scale;
+            level_sums[query] = 0;
+            for (int lane = 0; lane < head_dim; ++lane) {
+                rounded[lane] = levels[lane];
+                level_sums[query] += levels[lane];
+            }
+        } else {
+            level_sums[query] = 0;
+            for (int start = 0; start < head_dim; start += kLanes) {
+                store_factors(rounded + start, load(from + start, lanes_left(head_dim, start)) * splat(scale));
+            }
+        }
+    }
 };
 
 // The records of the kTileBlocks blocks from `position` on; the last one before `end` stands in for those beyond it.
@@ -63,7 +108,8 @@ void find_records(const AttendTask& task, int position, int end, const uint8_t**
 
 // Runs `width` queries, at most kPack.
 template <class Cell, int kPack>
-void run_pack(const AttendTask& task, const Tile& tile, const State<float>& state, const Factor* queries, int first, int width) {
+void run_pack(const AttendTask& task, const Tile& tile, const State<float>& state, const PackQueries<Cell>& queries,
+              int first, int width) {
     if constexpr (kPack > 1) {
         if (width < kPack) return run_pack<Cell, kPack - 1>(task, tile, state, queries, first, width);
     }
@@ -72,7 +118,7 @@ void run_pack(const AttendTask& task, const Tile& tile, const State<float>& stat
 
 // One split, for the queries that read any of it.
 template <class Cell>
-void run_split(const AttendTask& task, const Queries& queries, int split, const State<float>& state) {
+void run_split(const AttendTask& task, const Queries<Cell>& queries, int split, const State<float>& state) {
     const int begin = split * kSplitPositions;
     const int last = task.first_position + task.num_rows;
     const int end = last - begin < kSplitPositions ? last : begin + kSplitPositions;
@@ -94,17 +140,8 @@ void run_split(const AttendTask& task, const Queries& queries, int split, const 
             const int next = queries.first_query(task, pack + 1);
             if (next <= first_reader) continue;
             tile.fetch_far = pack + 1 == queries.num_packs;
-            const Factor* const lanes = queries.lanes + first * task.shape->head_dim;
-            run_pack<Cell, kMaxPack>(task, tile, state, lanes, first, next - first);
+            run_pack<Cell, kMaxPack>(task, tile, state, queries.pack(task, first), first, next - first);
         }
-    }
-}
-
-void run_split(const AttendTask& task, const Queries& queries, int split, const State<float>& state) {
-    if (task.shape->type == KVType::bf16) {
-        run_split<Bf16>(task, queries, split, state);
-    } else {
-        run_split<Int8>(task, queries, split, state);
     }
 }
 
@@ -136,10 +173,11 @@ void write_out(const AttendTask& task, const State<float>& whole) {
 
 constexpr size_t kMaxPartFloats = static_cast<size_t>(kMaxTaskQueries) * (2 + kMaxHeadDim);
 
+template <class Cell>
 void attend(const AttendTask& task) {
     alignas(kLineBytes) float first[kMaxPartFloats];
     alignas(kLineBytes) float later[kMaxPartFloats];
-    const Queries queries(task);
+    const Queries<Cell> queries(task);
     const State<float> whole(first, task);
     run_split(task, queries, 0, whole);
     for (int split = 1; split < num_splits(task); ++split) {
@@ -149,9 +187,15 @@ void attend(const AttendTask& task) {
     write_out(task, whole);
 }
 
+void attend(const AttendTask& task) { task.shape->type == KVType::bf16 ? attend<Bf16>(task) : attend<Int8>(task); }
+
+template <class Cell>
 void attend_split(const AttendTask& task, int split, float* part) {
-    const Queries queries(task);
-    run_split(task, queries, split, State<float>(part, task));
+    run_split(task, Queries<Cell>(task), split, State<float>(part, task));
+}
+
+void attend_split(const AttendTask& task, int split, float* part) {
+    task.shape->type == KVType::bf16 ? attend_split<Bf16>(task, split, part) : attend_split<Int8>(task, split, part);
 }
 
 void join(const AttendTask& task, const float* parts) {
@@ -174,7 +218,7 @@ struct Place {
     bool is_key;
 
     typename Cell::Element& operator[](int lane) const {
-        return plane[is_key ? Cell::index(lane, kBlockTokens, offset) : Cell::index(offset, head_dim, lane)];
+        return plane[is_key ? key_index<Cell>(lane, offset) : value_index(offset, head_dim, lane)];
     }
 };
 
@@ -187,26 +231,11 @@ void write_lanes(const float* x, const Place<Bf16>& out) {
     }
 }
 
-// One scale for the head: amax / 127; NaN when a lane is not finite.
 void write_lanes(const float* x, const Place<Int8>& out, float* scale) {
-    Vec largest = zero();
-    Vec doubt = zero();  // x - x is 0 for a finite x, else NaN
-    for (int start = 0; start < out.head_dim; start += kLanes) {
-        const Vec v = load(x + start, lanes_left(out.head_dim, start));
-        largest = max(largest, abs(v));
-        doubt = doubt + (v - v);
-    }
-    const float amax = max_lane(largest) + sum(doubt);
-    *scale = amax / 127.0F;
-    const float inverse = 127.0F / amax;
-    const Vec factor = splat(isfinite(inverse) ? inverse : 0.0F);
-    for (int start = 0; start < out.head_dim; start += kLanes) {
-        int8_t rounded[kLanes];
-        const int left = lanes_left(out.head_dim, start);
-        const Vec v = load(x + start, left);
-        store_i8(rounded, isfinite(amax) ? round(v * factor) : zero());
-        for (int i = 0; i < left; ++i) out[start + i] = rounded[i];
-    }
+    int8_t levels[kMaxHeadDim];
+    *scale = round_head(x, out.head_dim, levels);
+    const int zero = out.is_key ? kKeyZero : 0;
+    for (int lane = 0; lane < out.head_dim; ++lane) out[lane] = static_cast<uint8_t>(levels[lane] + zero);
 }
 
 void write(const KVWrite& write) {
@@ -222,8 +251,8 @@ void write(const KVWrite& write) {
             write_lanes(value, Place<Bf16>{reinterpret_cast<uint16_t*>(values), offset, shape.head_dim, false});
         } else {
             float* const scales = reinterpret_cast<float*>(record + shape.scale_offset) + offset;
-            write_lanes(key, Place<Int8>{reinterpret_cast<int8_t*>(record), offset, shape.head_dim, true}, scales);
-            write_lanes(value, Place<Int8>{reinterpret_cast<int8_t*>(values), offset, shape.head_dim, false},
+            write_lanes(key, Place<Int8>{record, offset, shape.head_dim, true}, scales);
+            write_lanes(value, Place<Int8>{values, offset, shape.head_dim, false},
                         scales + kBlockTokens);
         }
     }

@@ -6,15 +6,17 @@
 //   record: K  head_dim x 16 tokens   (a lane's 16 tokens side by side: scores come out as vectors over tokens)
 //           V  16 tokens x value_dim  (a token's lanes side by side: the weighted sum is a vector over lanes)
 //           int8 only: 16 K scales, 16 V scales (f32, one per token)
-// In bf16 two rows of K (two lanes) or of V (two tokens) are interleaved value by value: the instruction that multiplies
-// bf16 takes neighbours and adds both products.
+// Instructions multiply neighbours and add their products, so rows are interleaved value by value: two rows of K (lanes) and
+// of V (tokens) in bf16, four of K and two of V in int8. Levels of int8 keys are kept with 128 added, as unsigned bytes.
 //
-// Queries, times scale / ln 2, and softmax weights are rounded to bf16 as well, so that every product is one of two 8-bit
-// significands, summed in f32. Of int8 the weight times the value's scale is rounded; levels are exact in bf16.
+// bf16: queries, times scale / ln 2, and softmax weights are rounded to bf16 as well; every product is one of two 8-bit
+// significands, summed in f32. int8: a query is rounded to levels by one scale for the head, as a key is, and a score is their
+// exact sum of products times both scales; the weights of a tile, times the values' scales, are rounded to 16 bits by one scale.
 //
 // A row's result depends on its position alone: scores of tiles of 64 positions counted from position 0, an online softmax
 // from tile to tile, a fresh one every 512 positions (a split), and the splits joined in ascending order; for one row as
-// for many. (A weight of 0 times a value that is not finite is NaN: a later row of a chunk that is poisoned spoils earlier ones.) At splits one long context is shared out between threads without changing a bit.
+// for many. (In bf16 a weight of 0 times a value that is not finite is NaN: a later row of a chunk that is poisoned spoils
+// earlier ones.) At splits one long context is shared out between threads without changing a bit.
 #pragma once
 
 #include <stddef.h>

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "simd_bf16.h"
+#include "simd_i8.h"
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 namespace {
@@ -19,27 +20,75 @@ constexpr int kWideBlocks = kWide / kBlockVecs;
 constexpr int kTileBlocks = kTilePositions / kBlockTokens;
 constexpr int kLineBytes = 64;
 constexpr int kParts = 2 / kJoined;  // that a pair is multiplied in
+constexpr int kKeyZero = 128;        // of int8 keys: the instructions multiply unsigned bytes by signed ones
+constexpr float kMostWord = 32767.0F;
+constexpr float kLeastWeight = 1.17549435e-38F;  // that exp2 gives and is not 0
 static_assert(kBlockTokens % kLanes == 0 && kTileBlocks % kWideBlocks == 0 && kTilePositions % (2 * kLanes) == 0);
 static_assert(kMaxPack <= kLanes);
 
-// A plane of a record: rows (lanes of K, tokens of V) of `width` values, with what the type needs to find them.
+// Where a lane of a token's values lies in their plane: two tokens side by side.
+int value_index(int token, int width, int lane) { return (token / 2 * width + lane) * 2 + token % 2; }
+
+// How a type is kept and multiplied. Keys are lines of 64 bytes, kLineLanes lanes of a block's 16 tokens; they meet the same
+// lanes of a query in kLineSteps steps of kStepLanes. Values are pairs of tokens; they meet two weights in kPairSteps steps.
 struct Bf16 {
     using Element = uint16_t;
+    using Query = Factor;
+    using Weight = Factor;
+    using Keys = Terms;
+    using Values = Terms;
+    using Sums = Vec;
     static constexpr bool kScaled = false;
-    CHAIRLIFT_INLINE int index(int row, int width, int column) { return (row / 2 * width + column) * 2 + row % 2; }
-    // Terms of row `pair` * 2 + `part` * kJoined at kLanes columns.
-    CHAIRLIFT_INLINE Terms terms(const Element* plane, int pair, int part, int width, int column) {
-        return load_terms(plane + (pair * width + column) * 2, part);
+    static constexpr int kLineLanes = 2;
+    static constexpr int kLineSteps = kParts;
+    static constexpr int kStepLanes = kJoined;
+    static constexpr int kPairSteps = kParts;
+
+    CHAIRLIFT_INLINE Vec start(int32_t) { return zero(); }
+    // A step's lanes of the kLanes tokens from kLanes * `part` on.
+    CHAIRLIFT_INLINE Terms keys(const uint8_t* line, int step, int part) {
+        return load_terms(reinterpret_cast<const Element*>(line) + part * kLanes * 2, step);
+    }
+    CHAIRLIFT_INLINE Terms values(const Element* pairs, int step) { return load_terms(pairs, step); }
+    CHAIRLIFT_INLINE Vec add_keys(Vec sums, Terms keys, const Query* query) {
+        return add_products(sums, splat_terms(query), keys);
+    }
+    CHAIRLIFT_INLINE Vec add_values(Vec sums, Terms values, const Weight* weights) {
+        return add_products(sums, splat_terms(weights), values);
     }
 };
 struct Int8 {
-    using Element = int8_t;
+    using Element = uint8_t;
+    using Query = Level;
+    using Weight = Word;
+    using Keys = Quads;
+    using Values = Words;
+    using Sums = Ints;
     static constexpr bool kScaled = true;
-    CHAIRLIFT_INLINE int index(int row, int width, int column) { return row * width + column; }
-    CHAIRLIFT_INLINE Terms terms(const Element* plane, int pair, int part, int width, int column) {
-        return load_terms(plane + (pair * 2 + part) * width + column, width);
+    static constexpr int kLineLanes = kQuadLanes;
+    static constexpr int kLineSteps = kQuadSteps;
+    static constexpr int kStepLanes = kQuadLanes / kQuadSteps;
+    static constexpr int kPairSteps = kWordSteps;
+
+    // Keys are kept with kKeyZero added: this takes it off again.
+    CHAIRLIFT_INLINE Ints start(int32_t level_sum) { return splat_int(-kKeyZero * level_sum); }
+    CHAIRLIFT_INLINE Quads keys(const uint8_t* line, int step, int part) {
+        return load_quads(line + part * kLanes * kQuadLanes, step);
+    }
+    CHAIRLIFT_INLINE Words values(const Element* pairs, int step) {
+        return load_words(reinterpret_cast<const int8_t*>(pairs), step);
+    }
+    CHAIRLIFT_INLINE Ints add_keys(Ints sums, Quads keys, const Query* query) { return add_quads(sums, keys, query); }
+    CHAIRLIFT_INLINE Ints add_values(Ints sums, Words values, const Weight* weights) {
+        return add_words(sums, values, weights);
     }
 };
+
+// Where a lane of a token's key lies in their plane.
+template <class Cell>
+int key_index(int lane, int token) {
+    return (lane / Cell::kLineLanes * kBlockTokens + token) * Cell::kLineLanes + lane % Cell::kLineLanes;
+}
 
 float exp2_of(float x) {
     float lanes[kLanes];
@@ -79,6 +128,14 @@ struct Tile {
     bool fetch_near;    // what this one's next loop reads
 };
 
+// A pack's queries, rounded: (step of a line, query, lane of the step), so that what meets a vector of keys lies side by side.
+template <class Cell>
+struct PackQueries {
+    const typename Cell::Query* lanes;
+    const float* scales;  // of int8, as the sums of their levels
+    const int32_t* level_sums;
+};
+
 template <class Cell, int kPack>
 struct Pack {
     using Element = typename Cell::Element;
@@ -88,7 +145,8 @@ struct Pack {
     const State<float>& state;
     int first_query;
     alignas(kLineBytes) float scores[kPack][kTilePositions];
-    alignas(kLineBytes) Factor weights[kPack][kTilePositions];
+    alignas(kLineBytes) typename Cell::Weight weights[kPack][kTilePositions];
+    float weight_scales[kPack];  // of int8
     float carry[kLanes];  // what the new maximum leaves of the sums so far
 
     Pack(const AttendTask& of, const Tile& on, const State<float>& into, int first)
@@ -100,18 +158,16 @@ struct Pack {
     }
 
     // Scores of kWideBlocks blocks from `first` on.
-    void score(const Factor* queries, int first) {
-        constexpr int kPairs = kLineBytes / (2 * kBlockTokens * static_cast<int>(sizeof(Element)));  // of a cache line
-        const Element* keys[kWideBlocks];
-        for (int b = 0; b < kWideBlocks; ++b) keys[b] = reinterpret_cast<const Element*>(tile.records[first + b]);
-        Vec dots[kPack][kWide];
-        for (auto& row : dots) {
-            for (Vec& dot : row) dot = zero();
+    void score(const PackQueries<Cell>& queries, int first) {
+        typename Cell::Sums dots[kPack][kWide];
+        for (int i = 0; i < kPack; ++i) {
+            for (auto& dot : dots[i]) dot = Cell::start(queries.level_sums[i]);
         }
+        const auto* query = queries.lanes;
         const bool far = tile.fetch_far;
         const bool near = tile.fetch_near;
-        for (int start = 0; start < task.shape->head_dim / 2; start += kPairs) {
-            const size_t line = static_cast<size_t>(start / kPairs * kLineBytes);
+        const size_t num_bytes = static_cast<size_t>(task.shape->head_dim) * (kLineBytes / Cell::kLineLanes);
+        for (size_t line = 0; line < num_bytes; line += kLineBytes) {
             if (far) {
                 for (int b = 0; b < kWideBlocks; ++b) prefetch(tile.next[first + b] + line);
             }
@@ -119,24 +175,30 @@ struct Pack {
                 for (int b = 0; b < kWideBlocks; ++b) prefetch(tile.records[first + b] + task.shape->value_offset + line);
             }
 #pragma GCC unroll 4
-            for (int step = 0; step < kPairs * kParts; ++step, queries += kPack * kJoined) {
-                Terms key[kWide];
+            for (int step = 0; step < Cell::kLineSteps; ++step, query += kPack * Cell::kStepLanes) {
+                typename Cell::Keys keys[kWide];
 #pragma GCC unroll 4
                 for (int v = 0; v < kWide; ++v) {
-                    key[v] = Cell::terms(keys[v / kBlockVecs], start + step / kParts, step % kParts, kBlockTokens,
-                                         v % kBlockVecs * kLanes);
+                    keys[v] = Cell::keys(tile.records[first + v / kBlockVecs] + line, step, v % kBlockVecs);
                 }
 #pragma GCC unroll 6
                 for (int i = 0; i < kPack; ++i) {
-                    const Terms query = splat_terms(queries + i * kJoined);
 #pragma GCC unroll 4
-                    for (int v = 0; v < kWide; ++v) dots[i][v] = add_products(dots[i][v], query, key[v]);
+                    for (int v = 0; v < kWide; ++v) {
+                        dots[i][v] = Cell::add_keys(dots[i][v], keys[v], query + i * Cell::kStepLanes);
+                    }
                 }
             }
         }
         for (int v = 0; v < kWide; ++v) {
             const int at = first * kBlockTokens + v * kLanes;
-            for (int i = 0; i < kPack; ++i) store(scores[i] + at, Cell::kScaled ? dots[i][v] * scales(at, 0) : dots[i][v]);
+            for (int i = 0; i < kPack; ++i) {
+                if constexpr (Cell::kScaled) {
+                    store(scores[i] + at, to_float(dots[i][v]) * (scales(at, 0) * splat(queries.scales[i])));
+                } else {
+                    store(scores[i] + at, dots[i][v]);
+                }
+            }
         }
     }
 
@@ -154,20 +216,44 @@ struct Pack {
 #pragma GCC unroll 8
         for (int t = 0; t < kTilePositions; t += kLanes) largest = max(largest, load(s + t));
         const float top = max_lane(largest);
-        Vec sums = zero();
+        if constexpr (Cell::kScaled) {
+            *total = weigh_levels(i, top);
+        } else {
+            Vec sums = zero();
 #pragma GCC unroll 8
-        for (int t = 0; t < kTilePositions; t += 2 * kLanes) {
-            const Vec a = exp2(load(s + t) - splat(top));
-            const Vec b = exp2(load(s + t + kLanes) - splat(top));
-            if (Cell::kScaled) {
-                sums = sums + (a + b);
-                store_factors(weights[i] + t, a * scales(t, 1), b * scales(t + kLanes, 1), zero());
-            } else {
+            for (int t = 0; t < kTilePositions; t += 2 * kLanes) {
+                const Vec a = exp2(load(s + t) - splat(top));
+                const Vec b = exp2(load(s + t + kLanes) - splat(top));
                 sums = store_factors(weights[i] + t, a, b, sums);
             }
+            *total = sum(sums);
         }
-        *total = sum(sums);
         return top;
+    }
+
+    // Weights times their values' scales, in levels of 16 bits by one scale for the tile. Returns the weights' sum, NaN where a
+    // scale is, unless its weight is 0: what a query does not read does not touch it.
+    float weigh_levels(int i, float top) {
+        float* const s = scores[i];
+        Vec sums = zero();
+        Vec largest = zero();
+#pragma GCC unroll 8
+        for (int t = 0; t < kTilePositions; t += kLanes) {
+            const Vec weight = exp2(load(s + t) - splat(top));
+            const Vec scaled = zero_below(weight * scales(t, 1), weight, splat(kLeastWeight));
+            store(s + t, scaled);
+            largest = max(largest, scaled);
+            sums = fma(scaled, zero(), sums + weight);  // max loses a NaN, this does not
+        }
+        const float most = max_lane(largest);
+        const float inverse = kMostWord / most;
+        const Vec factor = splat(isfinite(inverse) ? inverse : 0.0F);
+        weight_scales[i] = most / kMostWord;
+#pragma GCC unroll 8
+        for (int t = 0; t < kTilePositions; t += 2 * kLanes) {
+            store_words(weights[i] + t, load(s + t) * factor, load(s + t + kLanes) * factor);
+        }
+        return sum(sums);
     }
 
     void soften() {
@@ -181,6 +267,7 @@ struct Pack {
                 state.max[first_query + i] = top;
             } else {
                 memset(weights[i], 0, sizeof weights[i]);
+                weight_scales[i] = 0.0F;
             }
             // The last pair may have half a position: 0 even where the scale beyond is not a number.
             if (tile.num_positions % 2 != 0) weights[i][tile.num_positions] = 0;
@@ -193,21 +280,23 @@ struct Pack {
 
     // sums += weights @ V of a pair of positions, or of its first alone.
     template <int kVecs, int kCount>
-    CHAIRLIFT_INLINE void add_pair(const Pack& pack, const Element* plane, int pair, int lane, int t, Vec (&sums)[kPack][kVecs]) {
-        const int dim = pack.task.shape->head_dim;
+    CHAIRLIFT_INLINE void add_pair(const Pack& pack, const Element* pairs, int t, typename Cell::Sums (&sums)[kPack][kVecs]) {
+        constexpr int kStepTokens = 2 / Cell::kPairSteps;
 #pragma GCC unroll 2
-        for (int part = 0; part < (kCount < kParts ? kCount : kParts); ++part) {
-            Terms value[kVecs];
+        for (int step = 0; step < (kCount < Cell::kPairSteps ? kCount : Cell::kPairSteps); ++step) {
+            typename Cell::Values values[kVecs];
 #pragma GCC unroll 4
             for (int v = 0; v < kVecs; ++v) {
-                value[v] = Cell::terms(plane, pair, part, dim, lane + v * kLanes);
-                if (kCount == 1) value[v] = first_of_pairs(value[v]);
+                values[v] = Cell::values(pairs + v * kLanes * 2, step);
+                // The other's weight is 0, but it may be memory that was never written: levels are finite, bf16 may not be.
+                if constexpr (kCount == 1 && !Cell::kScaled) values[v] = first_of_pairs(values[v]);
             }
 #pragma GCC unroll 6
             for (int i = 0; i < kPack; ++i) {
-                const Terms weight = splat_terms(pack.weights[i] + t + part * kJoined);
 #pragma GCC unroll 4
-                for (int v = 0; v < kVecs; ++v) sums[i][v] = add_products(sums[i][v], weight, value[v]);
+                for (int v = 0; v < kVecs; ++v) {
+                    sums[i][v] = Cell::add_values(sums[i][v], values[v], pack.weights[i] + t + step * kStepTokens);
+                }
             }
         }
     }
@@ -220,33 +309,46 @@ struct Pack {
         const bool far = tile.fetch_far;
         const bool near = tile.fetch_near;
         float* const values = state.values + first_query * state.dim + lane;
-        Vec sums[kPack][kVecs];
+        typename Cell::Sums sums[kPack][kVecs];
         for (int i = 0; i < kPack; ++i) {
-            for (int v = 0; v < kVecs; ++v) sums[i][v] = load(values + i * state.dim + v * kLanes) * splat(carry[i]);
+            for (int v = 0; v < kVecs; ++v) {
+                if constexpr (Cell::kScaled) {
+                    sums[i][v] = splat_int(0);
+                } else {
+                    sums[i][v] = load(values + i * state.dim + v * kLanes) * splat(carry[i]);
+                }
+            }
         }
         for (int t = 0; t + 1 < tile.num_positions; t += 2) {
             const int block = t / kBlockTokens;
             const int pair = t % kBlockTokens / 2;
-            const auto* const plane = reinterpret_cast<const Element*>(tile.records[block] + offset);
+            const uint8_t* const pairs = tile.records[block] + offset + pair * pair_bytes;
             const uint8_t* const next = tile.next[block] + pair * pair_bytes + 2 * static_cast<size_t>(lane) * sizeof(Element);
 #pragma GCC unroll 8
             for (size_t ahead = 0; ahead < 2 * kVecs * kLanes * sizeof(Element); ahead += kLineBytes) {
                 if (far) prefetch(next + offset + ahead);
                 if (near) prefetch(next + ahead);
             }
-            add_pair<kVecs, 2>(*this, plane, pair, lane, t, sums);
+            add_pair<kVecs, 2>(*this, reinterpret_cast<const Element*>(pairs) + lane * 2, t, sums);
         }
         if (tile.num_positions % 2 != 0) {
             const int t = tile.num_positions - 1;
-            const auto* const plane = reinterpret_cast<const Element*>(tile.records[t / kBlockTokens] + offset);
-            add_pair<kVecs, 1>(*this, plane, t % kBlockTokens / 2, lane, t, sums);
+            const uint8_t* const pairs = tile.records[t / kBlockTokens] + offset + t % kBlockTokens / 2 * pair_bytes;
+            add_pair<kVecs, 1>(*this, reinterpret_cast<const Element*>(pairs) + lane * 2, t, sums);
         }
         for (int i = 0; i < kPack; ++i) {
-            for (int v = 0; v < kVecs; ++v) store(values + i * state.dim + v * kLanes, sums[i][v]);
+            for (int v = 0; v < kVecs; ++v) {
+                float* const to = values + i * state.dim + v * kLanes;
+                if constexpr (Cell::kScaled) {
+                    store(to, load(to) * splat(carry[i]) + to_float(sums[i][v]) * splat(weight_scales[i]));
+                } else {
+                    store(to, sums[i][v]);
+                }
+            }
         }
     }
 
-    void run(const Factor* queries) {
+    void run(const PackQueries<Cell>& queries) {
         for (int block = 0; block * kBlockTokens < tile.num_positions; block += kWideBlocks) score(queries, block);
         soften();
         int lane = 0;

@@ -74,9 +74,6 @@ CHAIRLIFT_INLINE Vec round_bf16(Vec a) {
     const __m256 rounded = _mm256_blendv_ps(_mm256_castsi256_ps(up), _mm256_castsi256_ps(quiet), nan);
     return {_mm256_and_ps(rounded, _mm256_castsi256_ps(_mm256_set1_epi32(-0x10000)))};
 }
-CHAIRLIFT_INLINE Vec load_i8(const int8_t* p) {
-    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
-}
 // Lanes must be integral and within [-128, 127].
 CHAIRLIFT_INLINE void store_i8(int8_t* p, Vec a) {
     const __m256i wide = _mm256_cvtps_epi32(a.v);

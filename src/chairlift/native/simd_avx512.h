@@ -74,9 +74,6 @@ CHAIRLIFT_INLINE Vec round_bf16(Vec a) {
     const __m512i rounded = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
     return {_mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(-0x10000)))};
 }
-CHAIRLIFT_INLINE Vec load_i8(const int8_t* p) {
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
 // Lanes must be integral and within [-128, 127].
 CHAIRLIFT_INLINE void store_i8(int8_t* p, Vec a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));

@@ -28,11 +28,6 @@ CHAIRLIFT_INLINE Terms splat_terms(const Factor* p) {
 }
 // kLanes pairs of which each lane's `part` is wanted; here a part is the pair.
 CHAIRLIFT_INLINE Terms load_terms(const uint16_t* pairs, int) { return {_mm512_loadu_si512(pairs)}; }
-// Levels of int8, exact in bf16; each lane's second value stands `stride` further on.
-CHAIRLIFT_INLINE Terms load_terms(const int8_t* first, int stride) {
-    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(load_i8(first).v), 16);
-    return {_mm512_or_si512(low, _mm512_castps_si512(load_i8(first + stride).v))};
-}
 // The second value of each pair put to 0.
 CHAIRLIFT_INLINE Terms first_of_pairs(Terms a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(0xffff))}; }
 
@@ -59,7 +54,6 @@ CHAIRLIFT_INLINE Terms splat_terms(const Factor* p) { return splat(*p); }
 CHAIRLIFT_INLINE Terms load_terms(const uint16_t* pairs, int part) {
     return part == 0 ? load_bf16_first(pairs) : load_bf16_second(pairs);
 }
-CHAIRLIFT_INLINE Terms load_terms(const int8_t* levels, int) { return load_i8(levels); }
 CHAIRLIFT_INLINE Terms first_of_pairs(Terms a) { return a; }
 
 CHAIRLIFT_INLINE void store_factors(Factor* p, Vec a) { store(p, round_bf16(a)); }

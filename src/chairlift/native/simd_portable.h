@@ -98,9 +98,6 @@ CHAIRLIFT_INLINE Vec load_bf16_second(const uint16_t* p) {
 CHAIRLIFT_INLINE Vec round_bf16(Vec a) {
     return lanes([&](int i) { return rounded_to_bf16(a.v[i]); });
 }
-CHAIRLIFT_INLINE Vec load_i8(const int8_t* p) {
-    return lanes([=](int i) { return static_cast<float>(p[i]); });
-}
 // Lanes must be integral and within [-128, 127].
 CHAIRLIFT_INLINE void store_i8(int8_t* p, Vec a) {
     for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(a.v[i]);
