@@ -316,6 +316,8 @@ print(resident_bytes() - before)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="only glibc keeps them")
 def test_large_bodies_leave_nothing_behind_in_memory() -> None:
+    """The C library's heaps grown by bodies that are gone, by 80 MB here: one small block above them keeps all."""
+
     def kept(word: str) -> int:
         command = [sys.executable, "-c", _FREE_HOLES, word]
         env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
