@@ -43,10 +43,10 @@ FLAGS = (
 POOL_TOKENS = 640
 """A fifth of what six full requests need: preemptions must happen."""
 WARMING = 6
-"""Bodies of 20 MB before the storm: what the allocator keeps of such is no growth."""
+"""Bodies of 20 MB before the storm: what the first of such leave behind for good is no growth."""
 MAX_GROWTH_MIB = 64
-"""Memory that may be added after the first half, and kept: again what the allocator keeps, by chance, of bodies of
-20 MB. A leak of these, or of thousands of requests, is more."""
+"""Memory that may be added after the first half, and kept: two bodies of 20 MB under way, and some. A leak of
+such, or of thousands of requests, is more."""
 MAX_MORE = 2
 """Descriptors, since connections of our own may still be closing; threads, since workers are made when first needed."""
 MAX_SHOWN = 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -401,7 +402,8 @@ def test_packed_bytes_stay_near_the_file(tiny_gguf: TinyGGUF, weight_type: str) 
 def test_isa_names() -> None:
     """A level that this machine lacks must be refused before its first instruction."""
     assert ISAS[0] == "portable"
-    assert best_isa() in ISAS[-2:]  # the highest, but for units that are slower than what they replace
+    is_slow = ISAS[-1] == "avx512_bf16" and "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    assert best_isa() == ("avx512" if is_slow else ISAS[-1])
     assert NativeBackend().isa == best_isa()
     with pytest.raises(ConfigError, match="avx9000"):
         NativeBackend("avx9000")

@@ -303,7 +303,7 @@ def resident_bytes():
 
 if sys.argv[1] == "return":
     return_large_blocks()
-del (once := bytearray(20_000_000))[:]
+bytearray(20_000_000)  # freed at once: from here on glibc takes such from its heap
 before = resident_bytes()
 bodies, small = [], []
 for _ in range(5):
@@ -316,7 +316,7 @@ print(resident_bytes() - before)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="only glibc keeps them")
 def test_large_bodies_leave_nothing_behind_in_memory() -> None:
-    """The C library's heaps grown by bodies that are gone, by 80 MB here: one small block above them keeps all."""
+    """The C library's heaps grown by bodies that are gone, by 40 MB here: one small block above them keeps all."""
 
     def kept(word: str) -> int:
         command = [sys.executable, "-c", _FREE_HOLES, word]
@@ -324,7 +324,7 @@ def test_large_bodies_leave_nothing_behind_in_memory() -> None:
         return int(subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout)
 
     assert kept("return") < 5_000_000
-    assert kept("leave") > 40_000_000, "the C library returns them by itself: return_large_blocks() can go"
+    assert kept("leave") > 15_000_000, "the C library returns them by itself: return_large_blocks() can go"
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:

@@ -194,9 +194,9 @@ private:
     std::vector<std::vector<float>> vectors_;
     std::vector<Rope> ropes_;
     std::vector<Op> ops_;
-    // Ops from here on look at one row at a time and are needed for logit rows only: the last layer's MLP. What they read.
+    // The first op beyond the last attention: from there on only logit rows are needed, and an op looks at one row at a time.
     size_t tail_ = 0;
-    std::vector<int> tail_buffers_;
+    std::vector<int> tail_buffers_;  // that these ops read as they find them
     std::unique_ptr<Memory> arena_;
     Lanes head_in_;   // (kLogitTile, width): the gathered rows, as the head takes them
     Lanes head_out_;  // (kLogitTile, vocab)
