@@ -10,13 +10,13 @@ import hypothesis
 import pytest
 
 from chairlift import config, store
-from tiny import tiny_model
+from support.tiny_gguf import tiny_model
 
 hypothesis.settings.register_profile("chairlift", deadline=None)  # how long an example takes is the machine's affair
 hypothesis.settings.load_profile("chairlift")
 
 TinyGGUF = Callable[..., Path]
-"""`tiny_gguf(architecture="llama", **shape)`: the path of such a file; see `tiny.tiny_model`."""
+"""`tiny_gguf(architecture="llama", **shape)`: the path of such a file; see `support.tiny_gguf`."""
 
 
 @pytest.fixture(scope="session")

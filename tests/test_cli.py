@@ -17,8 +17,9 @@ import pytest
 from chairlift import __version__, cli
 from chairlift.config import SETTINGS
 from chairlift.store import CATALOGUE
+from support.paths import FIXTURES, ROOT
 
-SRC = str(Path(__file__).parent.parent / "src")
+SRC = str(ROOT / "src")
 
 Run = Callable[..., tuple[int, str, str]]
 TinyGGUF = Callable[..., Path]
@@ -175,10 +176,9 @@ def test_eval_of_the_default_model_is_close_to_float32(
     run: Run, monkeypatch: pytest.MonkeyPatch, smollm2_path: Path
 ) -> None:
     """Precision lost in kernels, cache or tokenizer; the figure to meet was computed by other software in float32."""
-    fixtures = Path(__file__).parent / "fixtures"
-    expected = json.loads((fixtures / "nll.json").read_text())
+    expected = json.loads((FIXTURES / "nll.json").read_text())
     monkeypatch.setenv("CHAIRLIFT_BACKEND", "native")
-    code, out, _ = run("eval", str(fixtures / "english.txt"), "--model", str(smollm2_path))
+    code, out, _ = run("eval", str(FIXTURES / "english.txt"), "--model", str(smollm2_path))
     result = json.loads(out)
     assert code == 0
     assert result["num_tokens"] == expected["num_tokens"]

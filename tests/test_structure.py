@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import chairlift
+from support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "chairlift"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 NATIVE = sorted(
     path for path in [*PACKAGE.glob("native/*"), *ROOT.glob("tests/native/*")] if path.suffix in (".h", ".cpp")
 )
-TESTS = sorted(ROOT.glob("tests/*.py"))
+TESTS = sorted(ROOT.glob("tests/**/*.py"))
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

@@ -1,4 +1,4 @@
-"""What the scripts here share. Each takes the URL of a server of `talking.py`, and exits 0 when it is content."""
+"""What these scripts share. Each takes the URL of support/talking_server.py, and exits 0 when it is content."""
 
 import sys
 from collections.abc import Callable
