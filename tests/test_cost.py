@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 
 from chairlift import cost
-from chairlift.models.spec import ModelSpec, RopeSpec
+from chairlift.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 
-def spec(layers: int, kv_heads: int, head_dim: int, **more: int) -> ModelSpec:
-    base = ModelSpec(
-        architecture="llama", name="test", num_layers=layers, hidden_size=4096, ffn_size=14336, num_heads=32,
-        num_kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim, vocab_size=128256, context_length=8192,
-        rms_eps=1e-5, rope=RopeSpec(head_dim),
+def spec(layers: int, kv_heads: int, head_dim: int, value_dim: int | None = None) -> ModelSpec:
+    layer = LayerSpec(32, kv_heads, head_dim, value_dim or head_dim, RopeSpec(head_dim))
+    return ModelSpec(
+        architecture="llama", name="test", hidden_size=4096, ffn_size=14336, vocab_size=128256, context_length=8192,
+        rms_eps=1e-5, layers=(layer,) * layers,
     )  # fmt: skip
-    return dataclasses.replace(base, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

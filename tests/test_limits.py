@@ -50,7 +50,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 
     found = machine.detect
     monkeypatch.setattr(machine, "detect", lambda: found(tmp_path, frozenset(range(8))))
-    monkeypatch.setattr(boot, "_backend", lambda config: (NoBackend(), "none"))
+    monkeypatch.setattr(boot, "_backend", lambda *_: NoBackend())
     return limit
 
 

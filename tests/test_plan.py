@@ -12,14 +12,13 @@ from chairlift import cost
 from chairlift.config import Config
 from chairlift.errors import ConfigError, DoesNotFit
 from chairlift.machine import Machine
-from chairlift.models.spec import ModelSpec, RopeSpec
+from chairlift.models.spec import LayerSpec, ModelSpec, RopeSpec
 from chairlift.plan import BLOCK_SIZE, ModelOnDisk, Plan, resolve
 
 MIB = 1024**2
 SMOL = ModelSpec(
-    architecture="llama", name="SmolLM2 135M", num_layers=30, hidden_size=576, ffn_size=1536, num_heads=9,
-    num_kv_heads=3,
-    head_dim=64, value_dim=64, vocab_size=49152, context_length=8192, rms_eps=1e-5, rope=RopeSpec(64),
+    architecture="llama", name="SmolLM2 135M", hidden_size=576, ffn_size=1536, vocab_size=49152, context_length=8192,
+    rms_eps=1e-5, layers=(LayerSpec(9, 3, 64, 64, RopeSpec(64)),) * 30,
 )  # fmt: skip
 ON_DISK = ModelOnDisk("smollm2", "Q4_1", 98_000_000)
 BOX = Machine(

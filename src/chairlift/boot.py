@@ -28,7 +28,7 @@ from chairlift.engine.observer import Observer
 from chairlift.engine.request import Output, Request, SamplingParams
 from chairlift.engine.stops import StopMatcher
 from chairlift.errors import ConfigError, RequestError
-from chairlift.kernels.ops import Backend, KVLayout, Model
+from chairlift.kernels.backend import Backend, KVLayout, LoadSpec, Model
 from chairlift.machine import Machine
 from chairlift.models import registry
 from chairlift.models.gguf import GGUFFile
@@ -112,7 +112,7 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
     with file, ThreadPoolExecutor(1) as beside:
         spec = registry.read_spec(file)
         tokenizer = beside.submit(Tokenizer.from_gguf, file.metadata)
-        backend, isa = _backend(config)
+        isa = _isa(config)
         machine = machines.detect()
         names = config.served_model_name or (_own_name(path, config.cache_dir),)
         tensors = registry.model_tensors(spec, file.tensors)
@@ -123,15 +123,10 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
             bandwidth = machines.measure_bandwidth(path, plan.threads)
         loading: dict[str, float] = {}
         with _timed(loading, "weights and KV"):
-            model = backend.load(
-                spec,
-                registry.forward_for(spec.architecture),
-                tensors,
-                KVLayout(plan.num_blocks, plan.block_size, plan.kv_dtype),
-                max_rows=plan.max_num_batched_tokens,
-                threads=plan.threads,
-                activation_bits=plan.activation_bits,
-            )
+            backend = _backend(config, plan)
+            layout = KVLayout(plan.num_blocks, plan.block_size, plan.kv_dtype)
+            forward = registry.forward_for(spec.architecture)
+            model = backend.load(LoadSpec(spec, forward, tensors, layout, plan.max_num_batched_tokens))
         timings |= model.load_s or loading  # the parts, where the backend tells them apart
         with _timed(timings, "tokenizer"):  # built meanwhile; this is what was left of it
             template = _template(file.metadata, tokenizer.result())
@@ -204,14 +199,23 @@ def _template(metadata: Mapping[str, object], tokenizer: Tokenizer) -> ChatTempl
     return ChatTemplate(source, tokenizer.special_tokens) if isinstance(source, str) else None
 
 
-def _backend(config: Config) -> tuple[Backend, str]:
-    """The kernels and the name of their instruction set."""
+def _backend(config: Config, plan: Plan) -> Backend:
+    """The kernels, on as many threads as the plan says."""
+    if config.backend == "reference":
+        from chairlift.kernels.reference import ReferenceBackend
+
+        return ReferenceBackend(plan.activation_bits)
+    from chairlift.kernels.native import NativeBackend
+
+    return NativeBackend(plan.isa, threads=plan.threads, activation_bits=plan.activation_bits)
+
+
+def _isa(config: Config) -> str:
+    """The name of the kernels' instruction set."""
     if config.backend == "reference":
         if config.isa is not None:
             raise ConfigError(f"--isa {config.isa} chooses among compiled kernels; --backend reference has none")
-        from chairlift.kernels.reference import ReferenceBackend
-
-        return ReferenceBackend(), "numpy"
+        return "numpy"
     try:
         from chairlift.kernels.native import NativeBackend
     except ImportError as error:
@@ -219,8 +223,7 @@ def _backend(config: Config) -> tuple[Backend, str]:
             f"the compiled kernels are missing: {error}",
             hint="build them with `pip install .` (needs a C++20 compiler), or use --backend reference, which is slow",
         ) from None
-    native = NativeBackend(config.isa)
-    return native, native.isa
+    return NativeBackend(config.isa).isa
 
 
 def _own_name(path: Path, cache_dir: Path) -> str:

@@ -23,9 +23,8 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: Literal["bf16", "int8"]) -> in
 
     36 layers, 8 heads of 128, bf16: 36 * 8 * 256 * 2 = 147,456.
     """
-    lanes = spec.head_dim + spec.value_dim
-    per_head = lanes * 2 if kv_dtype == "bf16" else lanes + 2 * SCALE_BYTES
-    return spec.num_layers * spec.num_kv_heads * per_head
+    per_lane, per_head = (2, 0) if kv_dtype == "bf16" else (1, 2 * SCALE_BYTES)
+    return sum(layer.num_kv_heads * ((layer.head_dim + layer.value_dim) * per_lane + per_head) for layer in spec.layers)
 
 
 def packed_weight_bytes(file_bytes: int) -> int:
@@ -63,7 +62,10 @@ def in_flight(users: float, generating_s: float, turn_s: float) -> float:
 
 def activation_bytes(spec: ModelSpec, max_rows: int) -> int:
     """Upper bound of a step's working memory: float32 rows of every intermediate, and the logit tile."""
-    attention = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + spec.num_heads * spec.value_dim
+    attention = max(
+        (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim + layer.num_heads * layer.value_dim
+        for layer in spec.layers
+    )
     per_row = 4 * spec.hidden_size + 2 * attention + 3 * spec.ffn_size
     return 4 * (max_rows * per_row + LOGIT_ROWS * spec.vocab_size)
 

@@ -16,8 +16,8 @@ from chairlift.bench import chains, kernels
 from chairlift.bench.chains import Chain, Piece, Unit
 from chairlift.bench.kernels import Ceilings, KernelRun, SampleTiming, Timing, Wanted
 from chairlift.errors import ConfigError
+from chairlift.kernels.backend import KVLayout
 from chairlift.kernels.native import NativeBackend
-from chairlift.kernels.ops import KVLayout
 from chairlift.kernels.reference import ReferenceBackend
 from chairlift.kernels.validate import check_step
 
@@ -45,9 +45,9 @@ def names(chain: Chain) -> str:
 @pytest.mark.parametrize("chain", all_chains(), ids=names)
 def test_the_core_computes_what_the_reference_does(chain: Chain, isa: str) -> None:
     """A table of figures about a kernel that computes something else, or nothing: errors of 0 as well as of 1."""
-    expected = kernels.error_logits(ReferenceBackend(), chain, WANTED)
-    actual = kernels.error_logits(NativeBackend(isa), chain, WANTED)
-    around = kernels.error_logits(NativeBackend(isa), replace(chain, link=lambda at: at.x), WANTED)
+    expected = kernels.error_logits(ReferenceBackend(chain.activation_bits), chain)
+    actual = kernels.error_logits(kernels.native_backend(isa, chain, WANTED), chain)
+    around = kernels.error_logits(NativeBackend(isa), replace(chain, link=lambda at: at.x))
     assert np.abs(actual - expected).max() < 1e-3 * np.abs(expected).max()
     assert (np.abs(actual - around).max() > 1e-2) is not chain.op.startswith("norm, rounded")
 
@@ -63,7 +63,7 @@ def test_each_link_of_a_product_has_matrices_of_its_own() -> None:
     chain = chains.matmul("Q4_0", "w4", 64, 96)
     assert chain.spec.num_layers >= 3
     whole, shorter = (
-        part.load(NativeBackend(), rows=1, blocks=1, threads=1).weight_bytes
+        part.load(NativeBackend(), rows=1, blocks=1).weight_bytes
         for part in (chain, chain.shortened(chain.spec.num_layers - 1))
     )
     link_bytes = 2 * 64 * 96 * 18 // 32
@@ -75,7 +75,7 @@ def test_a_chain_of_one_link_stays_whole() -> None:
     """Large matrices make a short chain: there is no second link to look for an error behind."""
     chain = chains.matmul("F32", "f32", 128, 256)
     assert chain.spec.num_layers == chain.shortened(2).spec.num_layers == 1
-    assert np.isfinite(kernels.error_logits(NativeBackend(), chain, WANTED)).all()
+    assert np.isfinite(kernels.error_logits(NativeBackend(), chain)).all()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_sequences_share_nothing(pieces: list[Piece]) -> None:
 def test_the_whole_cache_is_filled() -> None:
     """Attention over zeros, whose maximum never changes, is not the attention that users wait for."""
     chain = chains.attention(4, 2, 32, "bf16")
-    model = chain.load(NativeBackend(), rows=48, blocks=8, threads=1)
+    model = chain.load(NativeBackend(), rows=48, blocks=8)
     steps = [chains.step([Piece(context, 1)], want_logits=True) for context in range(16, 128, 16)]
 
     def logits() -> list[Any]:
@@ -147,7 +147,9 @@ def test_what_would_take_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     chain, rows = chains.matmul("Q4_0", "w4", 64, 96), [[Piece(0, count)] for count in (1, 2, 512)]
 
     def loads() -> list[str]:
-        return [timing.load for timing in kernels.time_chain("matmul", chain, rows, "portable", 0.0, WANTED)]
+        return [
+            timing.load for timing in kernels.time_chain("matmul", chain, rows, NativeBackend("portable"), 0.0, WANTED)
+        ]
 
     assert loads() == ["1 row", "2 rows", "512 rows"]
     monkeypatch.setattr(kernels, "LONGEST_S", 0.0)

@@ -48,7 +48,7 @@ def test_the_vocabulary_is_the_source_s(source: Path, tmp_path: Path) -> None:
         assert len(keys) > 5
         assert [written.metadata[key] for key in keys] == [original.metadata[key] for key in keys]
         spec = registry.read_spec(written)
-    assert (spec.vocab_size, spec.hidden_size, spec.head_dim, spec.context_length) == (320, 128, 32, 256)
+    assert (spec.vocab_size, spec.hidden_size, spec.layers[0].head_dim, spec.context_length) == (320, 128, 32, 256)
 
 
 def test_another_reader_finds_the_same(source: Path, tmp_path: Path) -> None:

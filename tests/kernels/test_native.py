@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError, DoesNotFit, ModelError
+from chairlift.kernels.backend import Backend, KVDtype, KVLayout, LoadSpec
 from chairlift.kernels.native import NativeBackend, available_isas, best_isa
-from chairlift.kernels.ops import F32, Backend, KVDtype, KVLayout
+from chairlift.kernels.ops import F32
 from chairlift.kernels.reference import ReferenceBackend, to_bf16
 from chairlift.kernels.rounding import ActivationBits
 from chairlift.models import registry
@@ -82,7 +83,7 @@ def test_native_equals_the_reference(tiny_gguf: TinyGGUF, architecture: str, wei
     for kv in KV_DTYPES[:1] if wide else KV_DTYPES:
         expected = logits_of(load(ReferenceBackend(), path, kv), parts)
         for isa in ISAS:
-            check_close(logits_of(load(NativeBackend(isa), path, kv), parts), expected)
+            check_close(logits_of(load(NativeBackend(isa, threads=2), path, kv), parts), expected)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_head_shapes(tiny_gguf: TinyGGUF, shape: dict[str, int], kv: KVDtype) ->
     parts = short_parts()
     expected = logits_of(load(ReferenceBackend(), path, kv), parts)
     for isa in ISAS:
-        check_close(logits_of(load(NativeBackend(isa), path, kv), parts), expected)
+        check_close(logits_of(load(NativeBackend(isa, threads=2), path, kv), parts), expected)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -113,7 +114,7 @@ def test_mixed_files(tiny_gguf: TinyGGUF, architecture: str) -> None:
     parts = short_parts()
     expected = logits_of(load(ReferenceBackend(), path), parts)
     for isa in ISAS:
-        check_close(logits_of(load(NativeBackend(isa), path), parts), expected)
+        check_close(logits_of(load(NativeBackend(isa, threads=2), path), parts), expected)
 
 
 @pytest.mark.parametrize("weight_type", ["Q6_K", "Q5_1"])
@@ -123,16 +124,16 @@ def test_rows_wider_than_a_slice(tiny_gguf: TinyGGUF, weight_type: str) -> None:
     parts = short_parts()
     expected = logits_of(load(ReferenceBackend(), path), parts)
     for isa in ISAS:
-        check_close(logits_of(load(NativeBackend(isa), path), parts), expected)
+        check_close(logits_of(load(NativeBackend(isa, threads=2), path), parts), expected)
 
 
 def test_rope_scaling_and_tied_weights(tiny_gguf: TinyGGUF) -> None:
     """Frequency factors left out of the compiled rotation, or a tied head packed twice."""
     path = tiny_gguf("llama", rope_freqs=True, tied=True, weight_type="Q8_0")
     parts = short_parts()
-    model = load(NativeBackend(), path)
+    model = load(NativeBackend(threads=2), path)
     check_close(logits_of(model, parts), logits_of(load(ReferenceBackend(), path), parts))
-    untied = load(NativeBackend(), tiny_gguf("llama", rope_freqs=True, weight_type="Q8_0"))
+    untied = load(NativeBackend(threads=2), tiny_gguf("llama", rope_freqs=True, weight_type="Q8_0"))
     assert untied.weight_bytes > model.weight_bytes
 
 
@@ -164,7 +165,7 @@ def test_company_chunks_and_placement_change_no_bit(
 def test_any_schedule_gives_the_same_bits(tiny_gguf: TinyGGUF, data: st.DataObject) -> None:
     """Laws that hold for the chunk sizes someone thought of, and not for others."""
     isa, kv = data.draw(st.sampled_from(ISAS)), data.draw(st.sampled_from(KV_DTYPES))
-    model = load(NativeBackend(isa), tiny_gguf("qwen3", weight_type="Q4_0"), kv)
+    model = load(NativeBackend(isa, threads=2), tiny_gguf("qwen3", weight_type="Q4_0"), kv)
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     sequences = [tokens_of(seed, length) for seed, length in enumerate(lengths)]
     blocks = data.draw(st.permutations(range(NUM_BLOCKS)))
@@ -196,7 +197,7 @@ def test_long_contexts(tiny_gguf: TinyGGUF, backend: NativeBackend, kv: KVDtype)
     table = list(range(138))
     at_once = whole(model, tokens, table)
     assert (in_chunks(model, tokens, table, [1000, 23, 1, 1, 999, 25, 151]) == at_once).all()
-    single = load(backend, path, kv, num_blocks=LONG_BLOCKS, rows=2300, threads=1)
+    single = load(NativeBackend(backend.isa), path, kv, num_blocks=LONG_BLOCKS, rows=2300)
     assert (whole(single, tokens, table[::-1]) == at_once).all()
 
     oracle = load(ReferenceBackend(), path, kv, num_blocks=LONG_BLOCKS, rows=2300)
@@ -210,11 +211,13 @@ def test_threads_change_no_bit(tiny_gguf: TinyGGUF, backend: NativeBackend, weig
     """Work that is cut by the number of threads and summed by the cut."""
     path = tiny_gguf("llama", weight_type=weight_type, hidden=256, heads=16, kv_heads=4, ffn=544)
     tokens, table = tokens_of(9, 200), [3, 0, 2, 1, *range(4, 13)]
-    one, two, five = (whole(load(backend, path, threads=n, num_blocks=13, rows=200), tokens, table) for n in (1, 2, 5))
+    on_one, on_two, on_five = (
+        load(NativeBackend(backend.isa, threads=threads), path, num_blocks=13, rows=200) for threads in (1, 2, 5)
+    )
+    one, two, five = (whole(model, tokens, table) for model in (on_one, on_two, on_five))
     assert (one == two).all()
     assert (one == five).all()
-    few = load(backend, path, threads=5, num_blocks=13, rows=200)
-    assert (in_chunks(few, tokens, table, [60, 1, 99, 40]) == one).all()
+    assert (in_chunks(on_five, tokens, table, [60, 1, 99, 40]) == one).all()
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -246,11 +249,11 @@ def test_rounding_is_its_definition(backend: NativeBackend, bits: ActivationBits
     layout = KVLayout(NUM_BLOCKS, BLOCK_SIZE)
 
     def through(made: Backend) -> F32:
-        model = made.load(spec, forward, tensors, layout, max_rows=64, threads=1, activation_bits=bits)
+        model = made.load(LoadSpec(spec, forward, tensors, layout, 64))
         return whole(model, range(64), range(4))
 
-    rounded = through(backend)
-    assert np.array_equal(rounded, through(ReferenceBackend()), equal_nan=True)
+    rounded = through(NativeBackend(backend.isa, activation_bits=bits))
+    assert np.array_equal(rounded, through(ReferenceBackend(bits)), equal_nan=True)
     assert np.isfinite(rounded).any(axis=1).sum() > 50
 
 
@@ -274,7 +277,7 @@ def test_bf16_rounding_is_its_definition(backend: NativeBackend) -> None:
         return ops.logits(ops.linear(ops.embed(weights["x"]), weights["unit"]), weights["head"])
 
     spec = dataclasses.replace(SPEC, vocab_size=64, hidden_size=width)
-    model = backend.load(spec, forward, tensors, KVLayout(NUM_BLOCKS, BLOCK_SIZE), max_rows=64, threads=1)
+    model = backend.load(LoadSpec(spec, forward, tensors, KVLayout(NUM_BLOCKS, BLOCK_SIZE), 64))
     rounded = whole(model, range(64), range(4))
     finite = np.arange(64) != 4
     assert (rounded[finite] == to_bf16(x)[finite][:, np.arange(64) * 17]).all()
@@ -308,7 +311,7 @@ def test_what_is_not_finite_stays_with_its_owner(tiny_gguf: TinyGGUF, backend: N
         rows[8, 3] = np.inf
         tensors["token_embd.weight"] = dataclasses.replace(table, data=rows.reshape(-1).view(np.uint8))
         forward = registry.forward_for("llama")
-        model = backend.load(spec, forward, tensors, KVLayout(4, BLOCK_SIZE, kv), max_rows=64, threads=2)
+        model = backend.load(LoadSpec(spec, forward, tensors, KVLayout(4, BLOCK_SIZE, kv), 64))
     tokens = [1, 2, 3, 4, 5]
     clean = whole(model, tokens, [0])
     # In pieces that end at an odd number of positions too: the last one's neighbour in the block is then stale.
@@ -386,8 +389,8 @@ def test_sampling_fields_reach_their_rows(tiny_gguf: TinyGGUF, backend: NativeBa
 def test_kv_bytes_are_the_pool(tiny_gguf: TinyGGUF) -> None:
     """A pool that differs from the plan's: slots x (K + V) x layers x kv heads x head size, int8 with scales."""
     values = NUM_BLOCKS * BLOCK_SIZE * 2 * 2 * 2 * 16
-    assert load(NativeBackend(), tiny_gguf(), "bf16").kv_bytes == 2 * values
-    assert load(NativeBackend(), tiny_gguf(), "int8").kv_bytes == values + values // 16 * 4
+    assert load(NativeBackend(threads=2), tiny_gguf(), "bf16").kv_bytes == 2 * values
+    assert load(NativeBackend(threads=2), tiny_gguf(), "int8").kv_bytes == values + values // 16 * 4
 
 
 @pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
@@ -396,7 +399,7 @@ def test_packed_bytes_stay_near_the_file(tiny_gguf: TinyGGUF, weight_type: str) 
     path = tiny_gguf("llama", weight_type=weight_type, hidden=256, head_dim=16, heads=16, kv_heads=4, ffn=512)
     with GGUFFile.open(path) as file:
         file_bytes = sum(len(tensor.data) for tensor in file.tensors.values())
-    assert load(NativeBackend(), path).weight_bytes <= 1.15 * file_bytes
+    assert load(NativeBackend(threads=2), path).weight_bytes <= 1.15 * file_bytes
 
 
 def test_isa_names() -> None:
@@ -404,7 +407,7 @@ def test_isa_names() -> None:
     assert ISAS[0] == "portable"
     is_slow = ISAS[-1] == "avx512_bf16" and "GenuineIntel" in Path("/proc/cpuinfo").read_text()
     assert best_isa() == ("avx512" if is_slow else ISAS[-1])
-    assert NativeBackend().isa == best_isa()
+    assert NativeBackend(threads=2).isa == best_isa()
     with pytest.raises(ConfigError, match="avx9000"):
         NativeBackend("avx9000")
 
@@ -412,12 +415,12 @@ def test_isa_names() -> None:
 def test_models_that_the_core_does_not_take(tiny_gguf: TinyGGUF) -> None:
     """A shape that the kernels do not cover must be an error with the reason, not a wrong answer."""
     with pytest.raises(ModelError, match="value heads"):
-        load(NativeBackend(), tiny_gguf("llama", value_dim=32))
+        load(NativeBackend(threads=2), tiny_gguf("llama", value_dim=32))
     with pytest.raises(ModelError, match="multiple of 8"):
-        load(NativeBackend(), tiny_gguf("qwen3", head_dim=12))
+        load(NativeBackend(threads=2), tiny_gguf("qwen3", head_dim=12))
 
 
 def test_a_pool_beyond_the_address_space_is_refused(tiny_gguf: TinyGGUF) -> None:
     """A failed allocation that ends the process instead of naming what was asked."""
     with pytest.raises(DoesNotFit, match="refuses to map"):
-        load(NativeBackend(), tiny_gguf("llama", head_dim=256, kv_heads=4), num_blocks=2**27 - 1)
+        load(NativeBackend(threads=2), tiny_gguf("llama", head_dim=256, kv_heads=4), num_blocks=2**27 - 1)

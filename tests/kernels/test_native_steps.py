@@ -11,8 +11,9 @@ import pytest
 
 from chairlift import _native
 from chairlift.errors import EngineError
+from chairlift.kernels.backend import Model
 from chairlift.kernels.native import NativeBackend
-from chairlift.kernels.ops import MAX_TOP, LogitResult, Model, StepArrays
+from chairlift.kernels.ops import MAX_TOP, LogitResult, StepArrays
 from conftest import TinyGGUF
 from support.step_arrays import Part, make_step
 from support.tiny_native import MAX_ROWS, NUM_BLOCKS, load, whole

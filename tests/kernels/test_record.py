@@ -13,22 +13,17 @@ from chairlift.kernels.native import Buffers, Lanes, place_output, rope_frequenc
 from chairlift.kernels.record import Node, Recorder, Value, WeightKinds
 from chairlift.kernels.rounding import DType
 from chairlift.models.llama import forward, layer_shapes
-from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
+from chairlift.models.spec import LayerSpec, ModelSpec, RawTensor, RopeSpec
 
 SPEC = ModelSpec(
     architecture="llama",
     name="made by hand",
-    num_layers=2,
     hidden_size=64,
     ffn_size=96,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    value_dim=16,
     vocab_size=50,
     context_length=512,
     rms_eps=1e-5,
-    rope=RopeSpec(16),
+    layers=(LayerSpec(4, 2, 16, 16, RopeSpec(16)),) * 2,
 )
 KINDS = WeightKinds(
     layout_of=lambda name: {"Q4_0": "w4", "Q8_0": "w8", "BF16": "bf16"}.get(name, "f32"),
@@ -42,7 +37,7 @@ def weight(shape: tuple[int, ...], type_name: str = "Q4_0", name: str = "ffn_up.
 
 def llama(types: dict[str, str]) -> list[Node]:
     """The fused nodes of a two-layer Llama whose matrices have Q4_0 weights, but those named."""
-    shapes = {f"blk.{i}.{name}": shape for i in range(2) for name, shape in layer_shapes(SPEC).items()}
+    shapes = {f"blk.{i}.{name}": shape for i in range(2) for name, shape in layer_shapes(SPEC, SPEC.layers[0]).items()}
     shapes |= {"token_embd.weight": (50, 64), "output_norm.weight": (64,), "output.weight": (50, 64)}
     tensors = {}
     for name, shape in shapes.items():
@@ -91,13 +86,13 @@ def test_mixed_types_stack_by_layout() -> None:
 
 def test_float_weights_need_no_rounding() -> None:
     """Activations rounded to int8 for weights that do not ask for it."""
-    types = dict.fromkeys([name.split(".")[0] for name in layer_shapes(SPEC)], "F16")
+    types = dict.fromkeys([name.split(".")[0] for name in layer_shapes(SPEC, SPEC.layers[0])], "F16")
     assert all(value.dtype == "f32" for node in llama(types) for value in node.outputs)
 
 
 def test_bf16_weights_take_bf16() -> None:
     """Rows rounded once a product instead of once, or rows of f32 that the kernel reads as pairs of bf16."""
-    kinds = described(llama(dict.fromkeys([name.split(".")[0] for name in layer_shapes(SPEC)], "BF16")))
+    kinds = described(llama(dict.fromkeys([name.split(".")[0] for name in layer_shapes(SPEC, SPEC.layers[0])], "BF16")))
     layer = ["rms_norm^", "linear3", "rope", "rope", "attend", "quantise^", "linear1+"]
     assert kinds[1:12] == [*layer, "rms_norm^", "linear2", "swiglu^", "linear1+"]
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import EngineError
-from chairlift.kernels.ops import F32, KVDtype, KVLayout, StepArrays
+from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec
+from chairlift.kernels.ops import F32, StepArrays
 from chairlift.kernels.reference import (
     Cache,
     ReferenceBackend,
@@ -47,7 +48,7 @@ def load(tiny_gguf: TinyGGUF, architecture: str = "llama", kv: KVDtype = "bf16",
         tensors = registry.model_tensors(spec, file.tensors)
         layout = KVLayout(NUM_BLOCKS, BLOCK_SIZE, kv)
         forward = registry.forward_for(architecture)
-        return ReferenceBackend().load(spec, forward, tensors, layout, max_rows=MAX_ROWS, threads=1)
+        return ReferenceBackend().load(LoadSpec(spec, forward, tensors, layout, MAX_ROWS))
 
 
 def tokens_of(seed: int, count: int) -> list[int]:
@@ -197,7 +198,7 @@ def test_numbers_out_of_range_cost_their_own_row_only(tiny_gguf: TinyGGUF) -> No
         )
         for kv in KV_DTYPES:
             layout = KVLayout(NUM_BLOCKS, BLOCK_SIZE, kv)
-            model = ReferenceBackend().load(spec, registry.forward_for("llama"), tensors, layout, max_rows=8, threads=1)
+            model = ReferenceBackend().load(LoadSpec(spec, registry.forward_for("llama"), tensors, layout, 8))
             result = model.run(make_step([Part([1, 2], 0, [0], 2), Part([7, 3], 0, [1], 2), Part([3], 0, [2])]))
             assert result.finite.tolist() == [True, True, False, False, True]
 
@@ -271,7 +272,7 @@ def test_rope_turns_each_pair_by_its_angle(tiny_gguf: TinyGGUF, style: Any) -> N
     """Wrong partner lanes, a wrong sign, or scale and factors on the wrong side: against complex multiplication."""
     rope = RopeSpec(12, 100.0, style, scale=0.5, factors=(1.0, 1.0, 2.0, 4.0, 8.0, 8.0))
     x, positions = random((3, 64)), [0, 1, 150]
-    got = ops_for(positions, spec_of(tiny_gguf)).rope(x, rope).reshape(3, 4, 16)
+    got = ops_for(positions, spec_of(tiny_gguf)).rope(x, rope, 16).reshape(3, 4, 16)
     heads = x.reshape(3, 4, 16)
     first = [0, 2, 4, 6, 8, 10] if style == "interleaved" else [0, 1, 2, 3, 4, 5]
     second = [1, 3, 5, 7, 9, 11] if style == "interleaved" else [6, 7, 8, 9, 10, 11]

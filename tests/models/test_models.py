@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from chairlift.errors import ModelError
 from chairlift.kernels import reference
-from chairlift.kernels.ops import F32, I32, KVDtype, KVLayout
+from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec
+from chairlift.kernels.ops import F32, I32
 from chairlift.models import registry
 from chairlift.models.gguf import GGUFFile
 from chairlift.models.spec import RawTensor, RopeSpec
@@ -50,7 +51,7 @@ def logits_of(path: Path, kv: KVDtype = "bf16") -> F32:
         spec = registry.read_spec(file)
         tensors = registry.model_tensors(spec, file.tensors)
         forward = registry.forward_for(spec.architecture)
-        model = reference.ReferenceBackend().load(spec, forward, tensors, KVLayout(3, 16, kv), max_rows=64, threads=1)
+        model = reference.ReferenceBackend().load(LoadSpec(spec, forward, tensors, KVLayout(3, 16, kv), 64))
         logits = model.run(make_step([Part(TOKENS, 0, [2, 0, 1], len(TOKENS))])).logits
     assert logits is not None
     return logits
@@ -134,10 +135,11 @@ def test_a_spec_is_what_the_file_says() -> None:
         96,
         128,
     )
-    assert (spec.num_heads, spec.num_kv_heads, spec.group_size, spec.head_dim, spec.value_dim) == (6, 3, 2, 32, 32)
+    layer = spec.layers[0]
+    assert (layer.num_heads, layer.num_kv_heads, layer.group_size, layer.head_dim, layer.value_dim) == (6, 3, 2, 32, 32)
     assert (spec.vocab_size, spec.context_length) == (271, 512)
     assert spec.rms_eps == pytest.approx(1e-6)
-    assert spec.rope == RopeSpec(32, 1e6, "halves")
+    assert layer.rope == RopeSpec(32, 1e6, "halves")
 
 
 def test_defaults_are_those_of_the_format() -> None:
@@ -145,8 +147,9 @@ def test_defaults_are_those_of_the_format() -> None:
     absent = ["attention.head_count_kv", "rope.freq_base", "rope.dimension_count", "vocab_size"]
     file = model_file("llama", {**{f"llama.{key}": None for key in absent}, "general.name": None}, kv_heads=4)
     spec = registry.read_spec(file)
-    assert (spec.name, spec.num_kv_heads, spec.head_dim, spec.value_dim) == ("llama", 4, 16, 16)
-    assert spec.rope == RopeSpec(16, 10000.0, "interleaved")
+    layer = spec.layers[0]
+    assert (spec.name, layer.num_kv_heads, layer.head_dim, layer.value_dim) == ("llama", 4, 16, 16)
+    assert layer.rope == RopeSpec(16, 10000.0, "interleaved")
 
 
 def test_a_tied_head_is_the_very_embedding() -> None:
@@ -174,12 +177,17 @@ def test_a_tied_head_is_the_very_embedding() -> None:
 )
 def test_linear_rope_scaling(keys: dict[str, Any], scale: float) -> None:
     """A factor that multiplies instead of divides, or is taken although scaling is off."""
-    assert registry.read_spec(model_file(metadata={f"llama.{k}": v for k, v in keys.items()})).rope.scale == scale
+    assert (
+        registry.read_spec(model_file(metadata={f"llama.{k}": v for k, v in keys.items()})).layers[0].rope.scale
+        == scale
+    )
 
 
 def test_rope_factors_are_read() -> None:
     """Llama 3's frequency factors left out: right for 8k tokens, then nonsense."""
-    assert registry.read_spec(model_file(rope_freqs=True)).rope.factors == tuple(np.linspace(1, 8, 8).tolist())
+    assert registry.read_spec(model_file(rope_freqs=True)).layers[0].rope.factors == tuple(
+        np.linspace(1, 8, 8).tolist()
+    )
 
 
 @pytest.mark.parametrize(("window", "context"), [(100, 100), (4096, 512), (0, 512)])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from chairlift.kernels.backend import Backend
 from chairlift.kernels.native import NativeBackend, available_isas
-from chairlift.kernels.ops import Backend
 from chairlift.kernels.reference import ReferenceBackend
 
 BACKENDS = ["reference", *available_isas()]
 
 
-def make_backend(name: str) -> Backend:
+def make_backend(name: str, threads: int = 2) -> Backend:
     """A backend by its name in BACKENDS."""
-    return ReferenceBackend() if name == "reference" else NativeBackend(name)
+    return ReferenceBackend() if name == "reference" else NativeBackend(name, threads=threads)

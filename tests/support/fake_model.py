@@ -17,7 +17,7 @@ from chairlift.engine.detok import Detokenizer
 from chairlift.engine.request import Request, SamplingParams
 from chairlift.engine.stops import StopMatcher
 from chairlift.kernels.ops import F32, MAX_TOP, LogitResult, StepArrays
-from chairlift.models.spec import ModelSpec, RopeSpec
+from chairlift.models.spec import LayerSpec, ModelSpec, RopeSpec
 from chairlift.plan import Plan
 
 VOCAB = 256
@@ -26,7 +26,7 @@ VOCAB_BYTES = tuple(bytes([i]) for i in range(VOCAB))
 
 def fake_spec() -> ModelSpec:
     """A spec with just enough truth for a Plan."""
-    return ModelSpec("fake", "fake", 1, 8, 8, 1, 1, 8, 8, VOCAB, 4096, 1e-5, RopeSpec(8))
+    return ModelSpec("fake", "fake", 8, 8, VOCAB, 4096, 1e-5, (LayerSpec(1, 1, 8, 8, RopeSpec(8)),))
 
 
 def fake_plan(**changes: object) -> Plan:

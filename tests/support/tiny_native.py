@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from chairlift.kernels.ops import F32, Backend, KVDtype, KVLayout, Model
+from chairlift.kernels.backend import Backend, KVDtype, KVLayout, LoadSpec, Model
+from chairlift.kernels.ops import F32
 from chairlift.models import registry
 from chairlift.models.gguf import GGUFFile
 from support.step_arrays import BLOCK_SIZE, Part, make_step
@@ -21,7 +22,6 @@ def load(
     path: Path,
     kv: KVDtype = "bf16",
     *,
-    threads: int = 2,
     num_blocks: int = NUM_BLOCKS,
     rows: int = MAX_ROWS,
 ) -> Model:
@@ -31,7 +31,7 @@ def load(
         layout = KVLayout(num_blocks, BLOCK_SIZE, kv)
         tensors = registry.model_tensors(spec, file.tensors)
         forward = registry.forward_for(spec.architecture)
-        return backend.load(spec, forward, tensors, layout, max_rows=rows, threads=threads)
+        return backend.load(LoadSpec(spec, forward, tensors, layout, rows))
 
 
 def tokens_of(seed: int, count: int) -> list[int]:

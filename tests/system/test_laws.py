@@ -18,7 +18,7 @@ from chairlift.engine.request import FinishReason, Request, SamplingParams, Toke
 from chairlift.engine.runner import Runner
 from chairlift.engine.scheduler import Limits, Scheduler
 from chairlift.engine.stops import StopMatcher
-from chairlift.kernels.ops import KVDtype, KVLayout, Model
+from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec, Model
 from chairlift.models.gguf import GGUFFile
 from chairlift.models.registry import forward_for, model_tensors, read_spec
 from support import tiny_gguf as tiny
@@ -98,7 +98,7 @@ def load(path: Path, backend: str, kv_dtype: KVDtype) -> Model:
         spec = read_spec(file)
         layout = KVLayout(NUM_BLOCKS, 16, kv_dtype)
         forward, tensors = forward_for(spec.architecture), model_tensors(spec, file.tensors)
-        return make_backend(backend).load(spec, forward, tensors, layout, max_rows=MAX_ROWS, threads=2)
+        return make_backend(backend).load(LoadSpec(spec, forward, tensors, layout, MAX_ROWS))
 
 
 def request_of(name: str, prompt: Sequence[int], **params: object) -> Request:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chairlift.kernels.ops import KVDtype, KVLayout
+from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec
 from chairlift.models.gguf import GGUFFile
 from chairlift.models.registry import forward_for, model_tensors, read_spec
 from chairlift.models.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ def test_rounding_costs_little(smollm2_path: Path, backend: str, kv: KVDtype) ->
         spec = read_spec(file)
         tensors, layout = model_tensors(spec, file.tensors), KVLayout(NUM_TOKENS // 16, dtype=kv)
         forward = forward_for(spec.architecture)
-        model = make_backend(backend).load(spec, forward, tensors, layout, max_rows=NUM_TOKENS, threads=2)
+        model = make_backend(backend).load(LoadSpec(spec, forward, tensors, layout, NUM_TOKENS))
 
         step = make_step([Part(ids[:NUM_TOKENS], 0, range(NUM_TOKENS // 16), NUM_TOKENS)])
         step.sample["target"] = ids[1 : NUM_TOKENS + 1]

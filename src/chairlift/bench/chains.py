@@ -19,9 +19,10 @@ import numpy as np
 
 from chairlift import cost
 from chairlift.bench import shapes
-from chairlift.kernels.ops import SAMPLE_DTYPE, Backend, KVDtype, KVLayout, Model, Ops, StepArrays
+from chairlift.kernels.backend import Backend, KVDtype, KVLayout, LoadSpec, Model
+from chairlift.kernels.ops import SAMPLE_DTYPE, Ops, StepArrays
 from chairlift.kernels.rounding import ActivationBits
-from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
+from chairlift.models.spec import LayerSpec, ModelSpec, RawTensor, RopeSpec
 
 Unit = Literal["dot", "fma", "bf16"]
 """Whether the work is 8-bit products, f32 multiply-adds or products of bf16: which ceiling it stands below."""
@@ -67,16 +68,14 @@ class Chain:
 
     def shortened(self, links: int) -> Chain:
         """The same with so many links at most; with none, what every chain costs around them."""
-        short = replace(self, spec=replace(self.spec, num_layers=max(1, min(links, self.spec.num_layers))))
+        short = replace(self, spec=replace(self.spec, layers=self.spec.layers[: max(1, links)]))
         return short if links else replace(short, link=lambda at: at.x)
 
-    def load(self, backend: Backend, *, rows: int, blocks: int, threads: int) -> Model:
+    def load(self, backend: Backend, *, rows: int, blocks: int) -> Model:
         """For steps of that many rows at most, with a KV pool of that many blocks."""
         kv = KVLayout(blocks, BLOCK_SIZE, self.kv_dtype)
         forward = partial(_forward, self.link, self.inputs)
-        return backend.load(
-            self.spec, forward, self.tensors, kv, max_rows=rows, threads=threads, activation_bits=self.activation_bits
-        )
+        return backend.load(LoadSpec(self.spec, forward, self.tensors, kv, rows))
 
 
 def _forward(link: Link, inputs: Sequence[str], ops: Ops[Any, Any], spec: ModelSpec, weights: Weights) -> Any:
@@ -115,10 +114,8 @@ def attention(heads: int, kv_heads: int, head_dim: int, kv_dtype: KVDtype) -> Ch
     """A layer's keys and values written, its cache attended to."""
     rng = np.random.default_rng(0)
     tensors = _tables(rng, kv_heads * head_dim, "keys", "values") | _tables(rng, heads * head_dim, "x")
-    spec = replace(
-        _spec(heads * head_dim, ATTENTION_LAYERS), num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        value_dim=head_dim,
-    )  # fmt: skip
+    layer = LayerSpec(heads, kv_heads, head_dim, head_dim, RopeSpec(head_dim))
+    spec = replace(_spec(heads * head_dim, 1), layers=(layer,) * ATTENTION_LAYERS)
 
     def link(at: Place) -> Any:
         keys, values = at.others
@@ -148,11 +145,15 @@ def row_ops(hidden: int, ffn: int) -> list[Chain]:
         (gate,) = at.others
         return at.ops.swiglu(gate, at.x)
 
+    def rope(at: Place) -> Any:
+        layer = at.spec.layers[at.index]
+        return at.ops.rope(at.x, layer.rope, layer.head_dim)
+
     spec = _spec(hidden, ROW_LINKS)
     return [
         Chain("norm", f"{hidden}", spec, norm, tables | gain),
         Chain("norm, rounded", f"{hidden}, and 16 outputs", spec, rounded_norm, tables | gain | thin),
-        Chain("rope", f"{hidden}", spec, lambda at: at.ops.rope(at.x, at.spec.rope), tables),
+        Chain("rope", f"{hidden}", spec, rope, tables),
         Chain("add", f"{hidden}", spec, lambda at: at.ops.add(at.x, *at.others), tables, ("x", "y")),
         Chain("swiglu", f"{ffn}", _spec(ffn, ROW_LINKS), swiglu, wide, ("x", "gate")),
     ]
@@ -182,17 +183,12 @@ def _spec(width: int, links: int) -> ModelSpec:
     return ModelSpec(
         architecture="chain",
         name="chain",
-        num_layers=links,
         hidden_size=width,
         ffn_size=width,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=64,
-        value_dim=64,
         vocab_size=VOCAB,
         context_length=1 << 20,
         rms_eps=1e-5,
-        rope=RopeSpec(64),
+        layers=(LayerSpec(1, 1, 64, 64, RopeSpec(64)),) * links,
     )
 
 

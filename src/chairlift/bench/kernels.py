@@ -24,8 +24,9 @@ from chairlift.bench.live import Live
 from chairlift.bench.report import Report
 from chairlift.errors import ConfigError
 from chairlift.kernels import sampling
+from chairlift.kernels.backend import Backend
 from chairlift.kernels.native import NativeBackend, available_isas
-from chairlift.kernels.ops import F32, SAMPLE_DTYPE, Backend
+from chairlift.kernels.ops import F32, SAMPLE_DTYPE
 from chairlift.kernels.reference import ReferenceBackend
 from chairlift.kernels.rounding import ActivationBits
 from chairlift.models import quant
@@ -124,11 +125,12 @@ class KernelRun:
         self.ceilings = measure_ceilings(self.wanted)
         for name, chain, pieces in cases(self.wanted):
             live.say(f"{chain.op} {chain.what}")
-            expected = error_logits(ReferenceBackend(), chain, self.wanted)
+            expected = error_logits(ReferenceBackend(chain.activation_bits), chain)
             for isa in self.wanted.isas:
-                actual = error_logits(NativeBackend(isa), chain, self.wanted)
+                backend = native_backend(isa, chain, self.wanted)
+                actual = error_logits(backend, chain)
                 error = float(np.abs(actual - expected).max() / np.abs(expected).max())
-                for timing in time_chain(name, chain, pieces, isa, error, self.wanted):
+                for timing in time_chain(name, chain, pieces, backend, error, self.wanted):
                     self.timings.append(timing)
                     await asyncio.sleep(0)
         if "sampling" in self.wanted.kinds:
@@ -206,26 +208,28 @@ def layouts() -> dict[str, str]:
     return found
 
 
-def error_logits(backend: Backend, chain: Chain, wanted: Wanted) -> F32:
+def native_backend(isa: str, chain: Chain, wanted: Wanted) -> NativeBackend:
+    """The compiled core at one level, rounding activations as the chain asks."""
+    return NativeBackend(isa, threads=wanted.threads, activation_bits=chain.activation_bits)
+
+
+def error_logits(backend: Backend, chain: Chain) -> F32:
     """Logits behind two links, of a prompt that is longer than a tile of any kernel."""
     short = chain.shortened(ERROR_LINKS)
     pieces = [Piece(0, 21)]
-    model = short.load(backend, rows=21, blocks=pieces[0].blocks, threads=wanted.threads)
+    model = short.load(backend, rows=21, blocks=pieces[0].blocks)
     logits = model.run(chains.step(pieces, want_logits=True)).logits
     assert logits is not None
     return logits
 
 
 def time_chain(
-    kind: str, chain: Chain, steps: Sequence[Sequence[Piece]], isa: str, error: float, wanted: Wanted
+    kind: str, chain: Chain, steps: Sequence[Sequence[Piece]], backend: NativeBackend, error: float, wanted: Wanted
 ) -> Iterator[Timing]:
     """The chain at one level under every load; loads that would take too long are left out."""
     rows = max(max(sum(piece.rows for piece in pieces) for pieces in steps), 32 * chains.BLOCK_SIZE)
     blocks = max(max(sum(piece.blocks for piece in pieces) for pieces in steps), rows // chains.BLOCK_SIZE)
-    whole, empty = (
-        part.load(NativeBackend(isa), rows=rows, blocks=blocks, threads=wanted.threads)
-        for part in (chain, chain.shortened(0))
-    )
+    whole, empty = (part.load(backend, rows=rows, blocks=blocks) for part in (chain, chain.shortened(0)))
     if kind == "attention":
         chains.fill(whole, blocks, rows)
     weight_bytes = (whole.weight_bytes - empty.weight_bytes) / chain.spec.num_layers
@@ -239,7 +243,7 @@ def time_chain(
         seconds = (fastest(wanted.budget_s, whole.run, arrays) - around_s) / chain.spec.num_layers
         slowest = seconds / work
         yield Timing(
-            kind, chain.op, chain.what, isa, load_of(pieces), seconds,
+            kind, chain.op, chain.what, backend.isa, load_of(pieces), seconds,
             bytes_read(kind, chain, pieces, weight_bytes), work if chain.unit else 0, chain.unit, error,
         )  # fmt: skip
 
@@ -250,7 +254,8 @@ def operations(kind: str, chain: Chain, pieces: Sequence[Piece]) -> float:
     if kind == "matmul":
         return 2.0 * rows * sum(chain.tensors[name].num_elements for name in ("up.0", "down.0"))
     if kind == "attention":
-        return 4.0 * sum(piece.visible for piece in pieces) * chain.spec.num_heads * chain.spec.head_dim
+        layer = chain.spec.layers[0]
+        return 4.0 * sum(piece.visible for piece in pieces) * layer.num_heads * layer.head_dim
     return float(rows * chain.spec.hidden_size)
 
 

@@ -25,7 +25,7 @@ from chairlift.errors import ChairliftError
 from chairlift.models import llama, quant
 from chairlift.models.gguf import DEFAULT_ALIGNMENT, MAGIC, GGUFFile
 from chairlift.models.registry import EMBEDDING, HEAD
-from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
+from chairlift.models.spec import LayerSpec, ModelSpec, RawTensor, RopeSpec
 
 U8 = npt.NDArray[np.uint8]
 
@@ -107,7 +107,8 @@ def tensor_extents(shape: Shape, vocab: int) -> dict[str, tuple[int, ...]]:
     extents: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab, shape.hidden), "output_norm.weight": (shape.hidden,)}
     if not shape.tied:
         extents[HEAD] = (vocab, shape.hidden)
-    layer = llama.layer_shapes(_spec(shape, vocab))
+    spec = _spec(shape, vocab)
+    layer = llama.layer_shapes(spec, spec.layers[0])
     for index in range(shape.layers):
         extents |= {f"blk.{index}.{name}": extent for name, extent in layer.items()}
     return extents
@@ -135,20 +136,16 @@ def metadata(shape: Shape, weight_type: str, vocab: int) -> dict[str, Any]:
 
 
 def _spec(shape: Shape, vocab: int) -> ModelSpec:
+    layer = LayerSpec(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, RopeSpec(shape.head_dim))
     return ModelSpec(
         architecture="llama",
         name="random",
-        num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_size=shape.ffn,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        value_dim=shape.head_dim,
         vocab_size=vocab,
         context_length=shape.context,
         rms_eps=1e-5,
-        rope=RopeSpec(shape.head_dim),
+        layers=(layer,) * shape.layers,
     )
 
 

@@ -35,7 +35,7 @@ from chairlift.engine.suspects import Suspects
 from chairlift.engine.warm_up import warm_up_request
 from chairlift.engine.watchdog import Watchdog
 from chairlift.errors import Draining, EngineError
-from chairlift.kernels.ops import Model
+from chairlift.kernels.backend import Model
 from chairlift.plan import Plan
 
 log = logging.getLogger(__name__)

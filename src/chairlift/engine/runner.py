@@ -7,7 +7,8 @@ from collections.abc import Callable
 from chairlift.engine.batch import SAMPLES, build
 from chairlift.engine.request import TokenLogprob
 from chairlift.engine.step import Sampled, Step, StepResult
-from chairlift.kernels.ops import LogitResult, Model
+from chairlift.kernels.backend import Model
+from chairlift.kernels.ops import LogitResult
 
 
 class Runner:

@@ -10,13 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
 from chairlift import _native
 from chairlift.errors import ConfigError, DoesNotFit, EngineError, ModelError
 from chairlift.kernels import record
-from chairlift.kernels.ops import MAX_TOP, SAMPLE_DTYPE, Forward, KVLayout, LogitResult, StepArrays
+from chairlift.kernels.backend import LoadSpec
+from chairlift.kernels.ops import MAX_TOP, SAMPLE_DTYPE, LogitResult, StepArrays
 from chairlift.kernels.record import Node, Value, WeightKinds
 from chairlift.kernels.rounding import ActivationBits, DType, input_dtype
 from chairlift.models import quant
@@ -40,44 +42,44 @@ def best_isa() -> str:
 
 
 class NativeBackend:
-    """Loads models for the compiled core. `isa` forces a level; ConfigError when this machine does not have it."""
+    """Loads models for the compiled core.
 
-    def __init__(self, isa: str | None = None) -> None:
+    `isa` forces an instruction set level (ConfigError when this machine does not have it); `threads` compute;
+    `activation_bits` are those that MLP inputs are rounded to.
+    """
+
+    def __init__(self, isa: str | None = None, *, threads: int = 1, activation_bits: ActivationBits = 8) -> None:
+        self.threads = threads
+        self.activation_bits = activation_bits
         self.isa = best_isa() if isa is None else isa
         if self.isa not in available_isas():
             raise ConfigError(f"isa {self.isa!r} is not available here", hint=f"this machine has {available_isas()}")
 
-    def load(
-        self,
-        spec: ModelSpec,
-        forward: Forward,
-        tensors: Mapping[str, RawTensor],
-        kv: KVLayout,
-        *,
-        max_rows: int,
-        threads: int,
-        activation_bits: ActivationBits = 8,
-    ) -> NativeModel:
+    def load(self, load: LoadSpec) -> NativeModel:
         """Packs the weights in parallel and allocates pool and activations.
 
         Raises ModelError for a shape or type that the core does not take, DoesNotFit when memory is refused.
         """
-        if spec.value_dim != spec.head_dim:
+        spec, kv = load.spec, load.kv
+        layer = spec.layers[0]
+        if any(replace(other, rope=layer.rope) != layer for other in spec.layers):
+            raise ModelError(f"{spec.name} has layers of different kinds, which the native core does not take")
+        if layer.value_dim != layer.head_dim:
             raise ModelError(
-                f"value heads of {spec.value_dim} lanes beside query heads of {spec.head_dim} are not supported"
+                f"value heads of {layer.value_dim} lanes beside query heads of {layer.head_dim} are not supported"
             )
         if kv.block_size != BLOCK_SIZE:
             raise ConfigError(f"the native core's KV blocks hold {BLOCK_SIZE} tokens, not {kv.block_size}")
         recorder = record.Recorder(spec)
-        forward(recorder, spec, tensors)
+        load.forward(recorder, spec, load.tensors)
         with _errors_in_words(spec):
             start_s = time.perf_counter()
-            pool = _native.Pool(threads)
-            sizes = (spec.num_layers, kv.num_blocks, spec.num_kv_heads, spec.head_dim)
+            pool = _native.Pool(self.threads)
+            sizes = (spec.num_layers, kv.num_blocks, layer.num_kv_heads, layer.head_dim)
             cache = _native.make_cache(kv.dtype, sizes, pool)
             cached_s = time.perf_counter()
-            program = _native.Program(self.isa, pool, cache, max_rows, spec.vocab_size)
-            kinds = weight_kinds(activation_bits)
+            program = _native.Program(self.isa, pool, cache, load.max_rows, spec.vocab_size)
+            kinds = weight_kinds(self.activation_bits)
             Emitter(program, pool, kinds).emit(record.fuse(recorder.nodes, kinds))
             program.finish()
         load_s = {"KV": cached_s - start_s, "weights": time.perf_counter() - cached_s}

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from chairlift.kernels.rounding import ActivationBits
-from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
+from chairlift.models.spec import ModelSpec, RopeSpec
 
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
-KVDtype = Literal["bf16", "int8"]
 
 MAX_TOP = 20
 """Alternatives per row that a step can report."""
@@ -42,8 +40,8 @@ class Ops(Protocol[X, W]):
         """x @ weight.T + bias. x is rounded as `rounding.input_dtype` says of the weight: to
         bf16, per 32 lanes to levels of 8 or 16 bits, or not at all."""
 
-    def rope(self, x: X, rope: RopeSpec) -> X:
-        """Rotates each head at the step's positions; a head is spec.head_dim lanes."""
+    def rope(self, x: X, rope: RopeSpec, head_dim: int) -> X:
+        """Rotates each head, `head_dim` lanes, at the step's positions."""
 
     def attend(self, q: X, k: X, v: X, layer: int) -> X:
         """Writes this step's k and v into the cache, then causal attention over each row's own sequence, scaled by
@@ -121,48 +119,3 @@ class LogitResult:
     finite: npt.NDArray[np.bool_]  # (L,) False when a raw logit was NaN or infinite: tokens are then meaningless
     logits: F32 | None = None  # (L, vocab) when wanted
     seconds: float | None = None  # in the kernels, where the backend tells: less than the call takes
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """The one pool: `num_blocks` blocks of `block_size` tokens over all layers, allocated and prefaulted once."""
-
-    num_blocks: int
-    block_size: int = 16
-    dtype: KVDtype = "bf16"
-
-
-class Model(Protocol):
-    """A loaded model: packed weights, its KV pool, and the step function."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes that the packed weights take."""
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes that the KV pool takes."""
-
-    @property
-    def load_s(self) -> Mapping[str, float]:
-        """Seconds that the parts of loading took, in order, for the start card; empty when not told apart."""
-
-    def run(self, step: StepArrays) -> LogitResult:
-        """Runs one step; releases the GIL while it computes. Raises EngineError when the step itself is malformed."""
-
-
-class Backend(Protocol):
-    """Loads models; one per way of computing."""
-
-    def load(
-        self,
-        spec: ModelSpec,
-        forward: Forward,
-        tensors: Mapping[str, RawTensor],
-        kv: KVLayout,
-        *,
-        max_rows: int,
-        threads: int,
-        activation_bits: ActivationBits = 8,
-    ) -> Model:
-        """Packs the weights (in parallel) and allocates the pool. `max_rows` bounds a step's rows for good."""

@@ -44,6 +44,7 @@ class Node:
     residual: Value | None = None
     eps: float = 0.0
     rope: RopeSpec | None = None
+    head_dim: int = 0
     layer: int = -1
 
     def reads(self) -> Iterator[Value]:
@@ -95,15 +96,16 @@ class Recorder:
         node.biases = [] if bias is None else [bias]
         return node.outputs[0]
 
-    def rope(self, x: Value, rope: RopeSpec) -> Value:
+    def rope(self, x: Value, rope: RopeSpec, head_dim: int) -> Value:
         """Rotates each head at the step's positions."""
         node = self._add("rope", [x], x.width)
-        node.rope = rope
+        node.rope, node.head_dim = rope, head_dim
         return node.outputs[0]
 
     def attend(self, q: Value, k: Value, v: Value, layer: int) -> Value:
         """Writes k and v into the cache, then attention over it."""
-        node = self._add("attend", [q, k, v], self._spec.num_heads * self._spec.value_dim)
+        spec = self._spec.layers[layer]
+        node = self._add("attend", [q, k, v], spec.num_heads * spec.value_dim)
         node.layer = layer
         return node.outputs[0]
 

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.kernels import sampling
-from chairlift.kernels.ops import F32, I32, MAX_TOP, Forward, KVDtype, KVLayout, LogitResult, StepArrays
+from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec
+from chairlift.kernels.ops import F32, I32, MAX_TOP, Forward, LogitResult, StepArrays
 from chairlift.kernels.rounding import ActivationBits, input_bits
 from chairlift.kernels.validate import check_step
 from chairlift.models import quant
@@ -57,24 +58,17 @@ Weight = BlockMatrix | Bf16Matrix | F32
 
 
 class ReferenceBackend:
-    """Loads models for numpy; `threads` has no effect."""
+    """Loads models for numpy. `activation_bits` are those that MLP inputs are rounded to."""
 
-    def load(
-        self,
-        spec: ModelSpec,
-        forward: Forward,
-        tensors: Mapping[str, RawTensor],
-        kv: KVLayout,
-        *,
-        max_rows: int,
-        threads: int,
-        activation_bits: ActivationBits = 8,
-    ) -> ReferenceModel:
+    def __init__(self, activation_bits: ActivationBits = 8) -> None:
+        self._activation_bits = activation_bits
+
+    def load(self, load: LoadSpec) -> ReferenceModel:
         """Decodes the weights (tied ones once) and allocates the pool. ModelError names a tensor it cannot decode."""
-        unique = {id(tensor): tensor for tensor in tensors.values()}
-        decoded = {key: load_weight(tensor, activation_bits) for key, tensor in unique.items()}
-        weights = {name: decoded[id(tensor)] for name, tensor in tensors.items()}
-        return ReferenceModel(spec, forward, weights, kv, max_rows)
+        unique = {id(tensor): tensor for tensor in load.tensors.values()}
+        decoded = {key: load_weight(tensor, self._activation_bits) for key, tensor in unique.items()}
+        weights = {name: decoded[id(tensor)] for name, tensor in load.tensors.items()}
+        return ReferenceModel(load.spec, load.forward, weights, load.kv, load.max_rows)
 
 
 class ReferenceModel:
@@ -88,8 +82,10 @@ class ReferenceModel:
         self._weights = weights
         self._kv = kv
         self._max_rows = max_rows
-        widths = (spec.head_dim, spec.value_dim)
-        self._pools = [[Cache(kv, spec.num_kv_heads, width) for width in widths] for _ in range(spec.num_layers)]
+        self._pools = [
+            [Cache(kv, layer.num_kv_heads, width) for width in (layer.head_dim, layer.value_dim)]
+            for layer in spec.layers
+        ]
 
     @property
     def weight_bytes(self) -> int:
@@ -199,10 +195,10 @@ class ReferenceOps:
             y = float_linear(x, weight)
         return y if bias is None else y + plain(bias)
 
-    def rope(self, x: F32, rope: RopeSpec) -> F32:
+    def rope(self, x: F32, rope: RopeSpec, head_dim: int) -> F32:
         """Rotates the first rope.dim lanes of each head by the row's position."""
         rows, half = len(x), rope.dim // 2
-        heads = x.reshape(rows, -1, self._spec.head_dim).copy()
+        heads = x.reshape(rows, -1, head_dim).copy()
         pairs = np.arange(half)
         first, second = (2 * pairs, 2 * pairs + 1) if rope.style == "interleaved" else (pairs, pairs + half)
         cos, sin = np.stack([rotation(rope, int(p)) for p in self._step.positions], axis=1)[:, :, None, :]
@@ -213,7 +209,7 @@ class ReferenceOps:
 
     def attend(self, q: F32, k: F32, v: F32, layer: int) -> F32:
         """Writes k and v of the whole step, then lets each row attend to positions 0..p of its sequence."""
-        spec, step = self._spec, self._step
+        spec, step = self._spec.layers[layer], self._step
         keys, values = self._pools[layer]
         keys.write(step.slots, k.reshape(-1, spec.num_kv_heads, spec.head_dim))
         values.write(step.slots, v.reshape(-1, spec.num_kv_heads, spec.value_dim))

@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.errors import EngineError
-from chairlift.kernels.ops import I32, MAX_TOP, SAMPLE_DTYPE, KVLayout, StepArrays
+from chairlift.kernels.backend import KVLayout
+from chairlift.kernels.ops import I32, MAX_TOP, SAMPLE_DTYPE, StepArrays
 
 
 def check_step(step: StepArrays, *, vocab_size: int, kv: KVLayout, max_rows: int) -> None:

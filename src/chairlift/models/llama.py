@@ -1,7 +1,7 @@
 """The Llama family: SmolLM2, Llama 2 and 3, Mistral. RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Architecture: Touvron et al. 2023 (Llama 2), grouped queries after Ainslie et al. 2023. GGUF stores the rows of Q and K
-permuted so that lanes (2i, 2i + 1) rotate together; Llama 3's frequency factors arrive in `spec.rope`.
+permuted so that lanes (2i, 2i + 1) rotate together; Llama 3's frequency factors arrive in `LayerSpec.rope`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from typing import Literal
 
 from chairlift.kernels.ops import Ops, W, X
-from chairlift.models.spec import ModelSpec
+from chairlift.models.spec import LayerSpec, ModelSpec
 
 ROPE_STYLE: Literal["interleaved"] = "interleaved"
 
 
-def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def layer_shapes(spec: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
     """The tensors of one layer, by their names after `blk.N.`, and their row-major shapes."""
     hidden, ffn = spec.hidden_size, spec.ffn_size
     return {
         "attn_norm.weight": (hidden,),
-        "attn_q.weight": (spec.num_heads * spec.head_dim, hidden),
-        "attn_k.weight": (spec.num_kv_heads * spec.head_dim, hidden),
-        "attn_v.weight": (spec.num_kv_heads * spec.value_dim, hidden),
-        "attn_output.weight": (hidden, spec.num_heads * spec.value_dim),
+        "attn_q.weight": (layer.num_heads * layer.head_dim, hidden),
+        "attn_k.weight": (layer.num_kv_heads * layer.head_dim, hidden),
+        "attn_v.weight": (layer.num_kv_heads * layer.value_dim, hidden),
+        "attn_output.weight": (hidden, layer.num_heads * layer.value_dim),
         "ffn_norm.weight": (hidden,),
         "ffn_gate.weight": (ffn, hidden),
         "ffn_up.weight": (ffn, hidden),
@@ -34,14 +34,15 @@ def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def forward(ops: Ops[X, W], spec: ModelSpec, weights: Mapping[str, W]) -> X:
     """Token ids to logits of the rows that need them."""
     x = ops.embed(weights["token_embd.weight"])
-    for layer in range(spec.num_layers):
-        name = f"blk.{layer}."
+    for index, layer in enumerate(spec.layers):
+        name = f"blk.{index}."
 
         h = ops.rms_norm(x, weights[name + "attn_norm.weight"], spec.rms_eps)
         q = ops.linear(h, weights[name + "attn_q.weight"])
         k = ops.linear(h, weights[name + "attn_k.weight"])
         v = ops.linear(h, weights[name + "attn_v.weight"])
-        h = ops.attend(ops.rope(q, spec.rope), ops.rope(k, spec.rope), v, layer)
+        q, k = ops.rope(q, layer.rope, layer.head_dim), ops.rope(k, layer.rope, layer.head_dim)
+        h = ops.attend(q, k, v, index)
         x = ops.add(x, ops.linear(h, weights[name + "attn_output.weight"]))
 
         h = ops.rms_norm(x, weights[name + "ffn_norm.weight"], spec.rms_eps)

@@ -7,31 +7,32 @@ from typing import Literal
 
 from chairlift.kernels.ops import Ops, W, X
 from chairlift.models import llama
-from chairlift.models.spec import ModelSpec
+from chairlift.models.spec import LayerSpec, ModelSpec
 
 ROPE_STYLE: Literal["halves"] = "halves"
 
 
-def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def layer_shapes(spec: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
     """The tensors of one layer, by their names after `blk.N.`, and their row-major shapes."""
-    return llama.layer_shapes(spec) | {
-        "attn_q.bias": (spec.num_heads * spec.head_dim,),
-        "attn_k.bias": (spec.num_kv_heads * spec.head_dim,),
-        "attn_v.bias": (spec.num_kv_heads * spec.value_dim,),
+    return llama.layer_shapes(spec, layer) | {
+        "attn_q.bias": (layer.num_heads * layer.head_dim,),
+        "attn_k.bias": (layer.num_kv_heads * layer.head_dim,),
+        "attn_v.bias": (layer.num_kv_heads * layer.value_dim,),
     }
 
 
 def forward(ops: Ops[X, W], spec: ModelSpec, weights: Mapping[str, W]) -> X:
     """Token ids to logits of the rows that need them."""
     x = ops.embed(weights["token_embd.weight"])
-    for layer in range(spec.num_layers):
-        name = f"blk.{layer}."
+    for index, layer in enumerate(spec.layers):
+        name = f"blk.{index}."
 
         h = ops.rms_norm(x, weights[name + "attn_norm.weight"], spec.rms_eps)
         q = ops.linear(h, weights[name + "attn_q.weight"], weights[name + "attn_q.bias"])
         k = ops.linear(h, weights[name + "attn_k.weight"], weights[name + "attn_k.bias"])
         v = ops.linear(h, weights[name + "attn_v.weight"], weights[name + "attn_v.bias"])
-        h = ops.attend(ops.rope(q, spec.rope), ops.rope(k, spec.rope), v, layer)
+        q, k = ops.rope(q, layer.rope, layer.head_dim), ops.rope(k, layer.rope, layer.head_dim)
+        h = ops.attend(q, k, v, index)
         x = ops.add(x, ops.linear(h, weights[name + "attn_output.weight"]))
 
         h = ops.rms_norm(x, weights[name + "ffn_norm.weight"], spec.rms_eps)

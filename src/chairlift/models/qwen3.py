@@ -10,24 +10,24 @@ from typing import Literal
 
 from chairlift.kernels.ops import Ops, W, X
 from chairlift.models import llama
-from chairlift.models.spec import ModelSpec
+from chairlift.models.spec import LayerSpec, ModelSpec
 
 ROPE_STYLE: Literal["halves"] = "halves"
 
 
-def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def layer_shapes(spec: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
     """The tensors of one layer, by their names after `blk.N.`, and their row-major shapes."""
-    return llama.layer_shapes(spec) | {
-        "attn_q_norm.weight": (spec.head_dim,),
-        "attn_k_norm.weight": (spec.head_dim,),
+    return llama.layer_shapes(spec, layer) | {
+        "attn_q_norm.weight": (layer.head_dim,),
+        "attn_k_norm.weight": (layer.head_dim,),
     }
 
 
 def forward(ops: Ops[X, W], spec: ModelSpec, weights: Mapping[str, W]) -> X:
     """Token ids to logits of the rows that need them."""
     x = ops.embed(weights["token_embd.weight"])
-    for layer in range(spec.num_layers):
-        name = f"blk.{layer}."
+    for index, layer in enumerate(spec.layers):
+        name = f"blk.{index}."
 
         h = ops.rms_norm(x, weights[name + "attn_norm.weight"], spec.rms_eps)
         q = ops.linear(h, weights[name + "attn_q.weight"])
@@ -35,7 +35,8 @@ def forward(ops: Ops[X, W], spec: ModelSpec, weights: Mapping[str, W]) -> X:
         v = ops.linear(h, weights[name + "attn_v.weight"])
         q = ops.rms_norm(q, weights[name + "attn_q_norm.weight"], spec.rms_eps)
         k = ops.rms_norm(k, weights[name + "attn_k_norm.weight"], spec.rms_eps)
-        h = ops.attend(ops.rope(q, spec.rope), ops.rope(k, spec.rope), v, layer)
+        q, k = ops.rope(q, layer.rope, layer.head_dim), ops.rope(k, layer.rope, layer.head_dim)
+        h = ops.attend(q, k, v, index)
         x = ops.add(x, ops.linear(h, weights[name + "attn_output.weight"]))
 
         h = ops.rms_norm(x, weights[name + "ffn_norm.weight"], spec.rms_eps)

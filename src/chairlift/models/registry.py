@@ -15,7 +15,7 @@ import numpy as np
 from chairlift.errors import ModelError
 from chairlift.kernels.ops import Forward
 from chairlift.models import llama, quant, qwen2, qwen3
-from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
+from chairlift.models.spec import LayerSpec, ModelSpec, RawTensor, RopeSpec
 
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
@@ -39,7 +39,7 @@ class Family:
     """One model file: its forward function, the tensors of a layer, and which lanes rotate together."""
 
     forward: Forward
-    layer_shapes: Callable[[ModelSpec], dict[str, tuple[int, ...]]]
+    layer_shapes: Callable[[ModelSpec, LayerSpec], dict[str, tuple[int, ...]]]
     rope_style: Literal["interleaved", "halves"]
 
 
@@ -127,21 +127,23 @@ def read_spec(file: ModelFile) -> ModelSpec:
         raise ModelError(f"{keys.full('attention.head_count')} {heads} is not a multiple of the {kv_heads} key heads")
     even_share = None if hidden % heads else hidden // heads
     head_dim = keys.count("attention.key_length", _MAX_HEAD_DIM, default=even_share)
-    name = file.metadata.get("general.name")
-    spec = ModelSpec(
-        architecture=keys.architecture,
-        name=name if isinstance(name, str) and name else keys.architecture,
-        num_layers=keys.count("block_count", _MAX_LAYERS),
-        hidden_size=hidden,
-        ffn_size=keys.count("feed_forward_length", _MAX_WIDTH),
+    layer = LayerSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         value_dim=keys.count("attention.value_length", _MAX_HEAD_DIM, default=head_dim),
+        rope=_rope(keys, head_dim, family.rope_style),
+    )
+    name = file.metadata.get("general.name")
+    spec = ModelSpec(
+        architecture=keys.architecture,
+        name=name if isinstance(name, str) and name else keys.architecture,
+        hidden_size=hidden,
+        ffn_size=keys.count("feed_forward_length", _MAX_WIDTH),
         vocab_size=_vocab_size(file),
         context_length=_context_length(keys),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon", upper=1.0),
-        rope=_rope(keys, head_dim, family.rope_style),
+        layers=(layer,) * keys.count("block_count", _MAX_LAYERS),
     )
     _check_tensors(spec, file.tensors)
     return spec
@@ -291,10 +293,10 @@ def _rope_factors(tensor: RawTensor | None, dim: int) -> tuple[float, ...]:
 
 
 def _weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    per_layer = _family(spec.architecture).layer_shapes(spec)
+    family = _family(spec.architecture)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
-    for layer in range(spec.num_layers):
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in per_layer.items()}
+    for index, layer in enumerate(spec.layers):
+        shapes |= {f"blk.{index}.{name}": shape for name, shape in family.layer_shapes(spec, layer).items()}
     return shapes | {"output_norm.weight": (spec.hidden_size,), HEAD: (spec.vocab_size, spec.hidden_size)}
 
 

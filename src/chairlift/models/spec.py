@@ -26,27 +26,40 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """Dimensions of a decoder; all counts, no bytes."""
+class LayerSpec:
+    """The attention of one layer; all counts, no bytes."""
 
-    architecture: str  # GGUF's `general.architecture`
-    name: str
-    num_layers: int
-    hidden_size: int
-    ffn_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int  # of queries and keys
     value_dim: int
-    vocab_size: int
-    context_length: int  # what it was trained for
-    rms_eps: float
     rope: RopeSpec
+    window: int | None = None  # positions that a row sees, its own included; None: all up to its own
+    kind: Literal["attention"] = "attention"
 
     @property
     def group_size(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Dimensions of a decoder; all counts, no bytes. What depends on the layer stands in `layers`, one entry each."""
+
+    architecture: str  # of the family: "llama", "qwen3", ...
+    name: str
+    hidden_size: int
+    ffn_size: int
+    vocab_size: int
+    context_length: int  # what it was trained for
+    rms_eps: float
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
