@@ -23,6 +23,7 @@ TESTS = sorted(ROOT.glob("tests/**/*.py"))
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_README_LINES = 130
 
 ARRAYS_BEGIN = {"engine.batch", "engine.runner", "engine.engine", "engine.preemptions", "engine.watchdog"}
 """The engine above these is pure: no arrays, no clock, no logger."""
@@ -206,3 +207,11 @@ def test_every_file_says_what_it_is() -> None:
 def test_every_room_says_what_it_is() -> None:
     """A folder whose purpose is a guess from its name."""
     assert [str(folder) for folder, sentence in structure_page.rooms() if not sentence] == []
+
+
+def test_the_readme_is_short_and_leads_everywhere() -> None:
+    """A first page that nobody reads to its end, or a page that nobody finds from it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= MAX_README_LINES
+    pages = [str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]]
+    assert [name for name in pages if name != "README.md" and f"]({name})" not in readme] == []
