@@ -193,6 +193,24 @@ def test_the_structure_page_is_current() -> None:
     assert is_current, f"docs/structure.md is out of date; write it again: {structure_page.COMMAND}"
 
 
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("A. B.", "A."),
+        (
+            "Qwen2 (Yang et al. 2024): a layer, see isa.h for more. Pure.",
+            "Qwen2 (Yang et al. 2024): a layer, see isa.h for more.",
+        ),
+        ("One\nline. `two` lines.", "One line."),
+        ("A picture\n\n    of boxes.", "A picture"),
+        ("", ""),
+    ],
+)
+def test_a_first_sentence_ends_where_it_ends(text: str, first: str) -> None:
+    """A map whose lines stop at an abbreviation, or go on to a drawing."""
+    assert structure_page.first_sentence(text) == first
+
+
 def test_every_file_says_what_it_is() -> None:
     """A file that the map can only name."""
     silent = [
