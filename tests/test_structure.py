@@ -1,4 +1,4 @@
-"""The shape of the code: who may import whom, how long things may get, and what is promised to users."""
+"""The shape of the code: which module may import which, how long things may get, and what is promised to users."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import chairlift
+from support import structure_page
 from support.paths import ROOT
 
 PACKAGE = ROOT / "src" / "chairlift"
@@ -22,6 +23,7 @@ TESTS = sorted(ROOT.glob("tests/**/*.py"))
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_README_LINES = 130
 
 ARRAYS_BEGIN = {"engine.batch", "engine.runner", "engine.engine", "engine.preemptions", "engine.watchdog"}
 """The engine above these is pure: no arrays, no clock, no logger."""
@@ -185,36 +187,49 @@ def test_one_version() -> None:
     assert f"## {chairlift.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def readme_tree() -> set[str]:
-    """Paths in the README's file tree; folders end in a slash. What follows two spaces is a description."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = readme.split("## Files", 1)[1].split("```", 2)[1]
-    found: set[str] = set()
-    folders: list[tuple[int, str]] = []
-    for line in filter(str.strip, block.splitlines()):
-        indent = len(line) - len(line.lstrip())
-        while folders and folders[-1][0] >= indent:
-            folders.pop()
-        base = "".join(name for _, name in folders)
-        names = re.split(r"\s{2,}", line.strip())[0].split()
-        found |= {base + name for name in names}
-        if names[-1].endswith("/"):
-            folders.append((indent, names[-1]))
-    return found
-
-
-def test_the_readme_tree_is_the_tree() -> None:
+def test_the_structure_page_is_current() -> None:
     """A map of a town that was rebuilt since."""
-    listed = readme_tree()
-    assert [path for path in sorted(listed) if not (ROOT / path).exists()] == []
-    present = {
-        str(path.relative_to(ROOT)) for path in MODULES if path.read_text().strip() and path.name != "__init__.py"
-    }
-    present |= {str(path.relative_to(ROOT)) for path in NATIVE if "tests" not in path.parts and path.suffix == ".h"}
-    present |= {
-        str(path.relative_to(ROOT))
-        for folder in ("scripts", "docs")
-        for path in (ROOT / folder).iterdir()
-        if path.is_file()
-    }
-    assert sorted(present - listed) == []
+    is_current = (ROOT / "docs/structure.md").read_text(encoding="utf-8") == structure_page.page()
+    assert is_current, f"docs/structure.md is out of date; write it again: {structure_page.COMMAND}"
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("A. B.", "A."),
+        (
+            "Qwen2 (Yang et al. 2024): a layer, see isa.h for more. Pure.",
+            "Qwen2 (Yang et al. 2024): a layer, see isa.h for more.",
+        ),
+        ("One\nline. `two` lines.", "One line."),
+        ("A picture\n\n    of boxes.", "A picture"),
+        ("", ""),
+    ],
+)
+def test_a_first_sentence_ends_where_it_ends(text: str, first: str) -> None:
+    """A map whose lines stop at an abbreviation, or go on to a drawing."""
+    assert structure_page.first_sentence(text) == first
+
+
+def test_every_file_says_what_it_is() -> None:
+    """A file that the map can only name."""
+    silent = [
+        str(paths[0].relative_to(ROOT))
+        for folder, _ in structure_page.rooms()
+        for paths, sentence in structure_page.rows(folder)
+        if not sentence
+    ]
+    assert silent == []
+
+
+def test_every_room_says_what_it_is() -> None:
+    """A folder whose purpose is a guess from its name."""
+    assert [str(folder) for folder, sentence in structure_page.rooms() if not sentence] == []
+
+
+def test_the_readme_is_short_and_leads_everywhere() -> None:
+    """A first page that nobody reads to its end, or a page that nobody finds from it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= MAX_README_LINES
+    pages = [str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]]
+    assert [name for name in pages if name != "README.md" and f"]({name})" not in readme] == []

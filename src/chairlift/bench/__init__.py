@@ -1,1 +1,1 @@
-"""Measuring servers from outside, over HTTP alone. Nothing of the server imports this package."""
+"""Measures any server from outside, over HTTP. Knows neither the engine nor the server, and neither imports it."""

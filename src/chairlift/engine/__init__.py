@@ -1,1 +1,1 @@
-"""The engine: requests in, steps through the model, text out."""
+"""Turns requests into steps of the model, and sampled tokens into text. Knows neither HTTP nor JSON nor asyncio."""

@@ -1,1 +1,1 @@
-"""Ops that models are written in, and the ways of computing them."""
+"""The ops that model files are written in, and the backends that compute them. Knows neither scheduling nor HTTP."""

@@ -1,1 +1,1 @@
-"""What a model is and how its files are read."""
+"""What a model is: dimensions, weights, tokenizer, chat template and forward pass. Knows no requests and no server."""

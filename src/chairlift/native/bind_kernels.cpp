@@ -1,3 +1,4 @@
+// Bindings of single kernels, for tests and `chairlift bench kernels`.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

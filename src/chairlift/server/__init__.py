@@ -1,1 +1,1 @@
-"""HTTP: the API that programs already speak."""
+"""The HTTP server: checks requests, passes token ids to the engine, writes answers. Knows no weights and no kernels."""
