@@ -25,7 +25,8 @@ from chairlift.config import Config
 from chairlift.engine.detok import Detokenizer
 from chairlift.engine.engine import Engine
 from chairlift.engine.observer import Observer
-from chairlift.engine.request import Output, Request, SamplingParams
+from chairlift.engine.request import Output, Request
+from chairlift.engine.sampling_params import SamplingParams
 from chairlift.engine.stops import StopMatcher
 from chairlift.errors import ConfigError, RequestError
 from chairlift.kernels.backend import Backend, KVLayout, LoadSpec, Model
@@ -68,6 +69,7 @@ class Loaded:
         *,
         stream: bool = False,
         salt: str = "",
+        group: str = "",
         key_name: str = "",
     ) -> Request:
         """A request for this model, ready to be submitted to its engine."""
@@ -79,6 +81,7 @@ class Loaded:
             detok=Detokenizer(self.tokenizer.vocab_bytes, self.tokenizer.special_ids),
             stops=StopMatcher(params.stop),
             salt=salt,
+            group=group,
             key_name=key_name,
             stream=stream,
         )

@@ -20,7 +20,7 @@ import typer
 from chairlift import __version__
 from chairlift import config as kinds
 from chairlift.config import SETTINGS, Config, Setting, load
-from chairlift.engine.request import SamplingParams
+from chairlift.engine.sampling_params import SamplingParams
 from chairlift.errors import ChairliftError, ConfigError, ModelError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from chairlift.boot import Loaded, Session
-from chairlift.engine.request import SamplingParams
+from chairlift.engine.sampling_params import SamplingParams
 from chairlift.errors import RequestError
 
 WINDOW = 1024

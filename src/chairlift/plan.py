@@ -8,11 +8,10 @@ from typing import Literal
 
 from chairlift import cost
 from chairlift.config import MAX_MEMORY_UTILIZATION, Config
+from chairlift.engine.policies import Batching
 from chairlift.errors import ConfigError, DoesNotFit
 from chairlift.machine import Machine
 from chairlift.models.spec import ModelSpec
-
-Batching = Literal["continuous", "static", "serial"]
 
 BLOCK_SIZE = 16
 DEFAULT_SLOTS = 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from chairlift.engine.batch import build
-from chairlift.engine.request import TokenLogprob
-from chairlift.engine.step import Piece, Step
+from chairlift.engine.sampling_params import TokenLogprob
+from chairlift.engine.step import Chunk, Step
 from support.fake_model import fake_request
 
 
@@ -14,7 +14,7 @@ def test_slots_follow_the_block_table_from_any_start() -> None:
     """Fault: slots counted from the chunk's start, not from position 0, so that a chunk overwrites block 0."""
     request = fake_request("a", range(40))
     request.block_table.extend([7, 2, 5])
-    arrays = build(Step((Piece(request, 14, 20),), 0.0), 16).arrays
+    arrays = build(Step((Chunk(request, 14, 20),), 0.0), 16).arrays
     expected = [7 * 16 + 14, 7 * 16 + 15, *range(2 * 16, 3 * 16), 5 * 16, 5 * 16 + 1]
     assert arrays.slots.tolist() == expected
     assert arrays.positions.tolist() == list(range(14, 34))
@@ -29,7 +29,7 @@ def test_two_requests_lie_side_by_side() -> None:
     second.block_table.append(0)
     second.output.append(9)
     second.num_computed = 3
-    batch = build(Step((Piece(first, 0, 5), Piece(second, 3, 1)), 0.0), 16)
+    batch = build(Step((Chunk(first, 0, 5), Chunk(second, 3, 1)), 0.0), 16)
     arrays = batch.arrays
     assert arrays.tokens.tolist() == [0, 1, 2, 3, 4, 9]
     assert arrays.seq_starts.tolist() == [0, 5, 6]
@@ -42,13 +42,13 @@ def test_prompt_logprobs_ask_for_each_next_prompt_token_once() -> None:
     """Fault: a chunk border loses a position, or a replay after preemption reports positions twice."""
     request = fake_request("a", range(10, 20), prompt_logprobs=2)
     request.block_table.append(0)
-    first = build(Step((Piece(request, 0, 6),), 0.0), 16).arrays
+    first = build(Step((Chunk(request, 0, 6),), 0.0), 16).arrays
     assert first.sample["target"].tolist() == [11, 12, 13, 14, 15, 16]
     request.prompt_logprobs[:] = [None] + [TokenLogprob(t, -1.0) for t in range(11, 17)]
-    rest = build(Step((Piece(request, 6, 4),), 0.0), 16).arrays
+    rest = build(Step((Chunk(request, 6, 4),), 0.0), 16).arrays
     assert rest.sample["target"].tolist() == [17, 18, 19, -1]
     assert rest.logit_rows.tolist() == [0, 1, 2, 3]
-    replay = build(Step((Piece(request, 0, 10),), 0.0), 16).arrays
+    replay = build(Step((Chunk(request, 0, 10),), 0.0), 16).arrays
     assert replay.sample["target"].tolist() == [17, 18, 19, -1]
 
 
@@ -57,12 +57,12 @@ def test_min_tokens_bans_every_end_until_reached() -> None:
     params = {"min_tokens": 1, "ignore_eos": False, "stop_token_ids": frozenset({65}), "logit_bias": {3: 1.5}}
     request = fake_request("a", [1], **params)
     request.block_table.append(0)
-    step = Step((Piece(request, 0, 1),), 0.0)
+    step = Step((Chunk(request, 0, 1),), 0.0)
     arrays = build(step, 16).arrays
     bans = dict(zip(arrays.bias_ids.tolist(), arrays.bias_values.tolist(), strict=True))
     assert bans == {3: 1.5, 0: -np.inf, 65: -np.inf}
     request.output.append(7)
-    arrays = build(Step((Piece(request, 1, 1),), 0.0), 16).arrays
+    arrays = build(Step((Chunk(request, 1, 1),), 0.0), 16).arrays
     assert arrays.bias_ids.tolist() == [3]
 
 
@@ -83,6 +83,6 @@ def test_every_knob_arrives_in_its_field_of_the_record() -> None:
     request = fake_request("a", [1, 2], **knobs, logprobs=4)
     request.block_table.append(0)
     request.output.append(9)
-    record = build(Step((Piece(request, 2, 1),), 0.0), 16).arrays.sample[0]
+    record = build(Step((Chunk(request, 2, 1),), 0.0), 16).arrays.sample[0]
     expected = {**knobs, "num_top": 4, "target": -1, "index": 1, "reserved": 0}
     assert {name: record[name].item() for name in record.dtype.names} == expected

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.engine.budget import Budget
+from chairlift.engine.budget import StepBudget
 from chairlift.engine.predictor import StepTime
 from chairlift.engine.request import Request
-from chairlift.engine.step import NO_WORK, Piece, Step, Work
+from chairlift.engine.step import NO_WORK, Chunk, Step, Work
 from support.scheduler_sim import LIMITS, Cost, Sim, alone, letters, make_request
 
 LONG = replace(LIMITS, max_model_len=10_000)
@@ -32,18 +32,18 @@ def streaming(sim: Sim, *lengths: int, max_tokens: int = 900) -> list[Request]:
     return requests
 
 
-def prompt_pieces(step: Step) -> list[Piece]:
+def prompt_pieces(step: Step) -> list[Chunk]:
     """What a step that is not committed yet computes beside its decodes."""
-    return [p for p in step.pieces if p.request.num_uncomputed > 1]
+    return [p for p in step.chunks if p.request.num_uncomputed > 1]
 
 
 def decodes_s(sim: Sim, step: Step) -> float:
     """What a step that is not committed yet would take without its prompts."""
-    decodes = [p.work for p in step.pieces if p.request.num_uncomputed == 1]
+    decodes = [p.work for p in step.chunks if p.request.num_uncomputed == 1]
     return sim.cost.predict(sum(decodes, NO_WORK))
 
 
-def added_s(sim: Sim, pieces: list[Piece]) -> float:
+def added_s(sim: Sim, pieces: list[Chunk]) -> float:
     """Seconds that some pieces add to a step, the output head aside."""
     works = [replace(p.work, logit_rows=0) for p in pieces]
     return sim.cost.predict(sum(works, NO_WORK)) - sim.cost.base_s
@@ -52,11 +52,11 @@ def added_s(sim: Sim, pieces: list[Piece]) -> float:
 def test_work_counts_what_a_step_does() -> None:
     """Guards against a step whose cost is taken for another's: rows, positions before each, contexts, output head."""
     plain, scored = make_request("r", letters(1, 40)), make_request("r", letters(1, 40), prompt_logprobs=0)
-    assert Piece(plain, 0, 3).work == Work(rows=3, kv_tokens=1 + 2 + 3, context_tokens=3, logit_rows=0)
-    assert Piece(plain, 39, 1).work == Work(rows=1, kv_tokens=40, context_tokens=40, logit_rows=1)
-    assert Piece(scored, 16, 8).work == Work(rows=8, kv_tokens=164, context_tokens=24, logit_rows=8)
-    budget = Budget(StepTime(), max_rows=8)
-    for piece in (Piece(plain, 38, 2), Piece(scored, 0, 1)):
+    assert Chunk(plain, 0, 3).work == Work(rows=3, kv_tokens=1 + 2 + 3, context_tokens=3, logit_rows=0)
+    assert Chunk(plain, 39, 1).work == Work(rows=1, kv_tokens=40, context_tokens=40, logit_rows=1)
+    assert Chunk(scored, 16, 8).work == Work(rows=8, kv_tokens=164, context_tokens=24, logit_rows=8)
+    budget = StepBudget(StepTime(), max_rows=8)
+    for piece in (Chunk(plain, 38, 2), Chunk(scored, 0, 1)):
         budget.spend(piece)
     assert budget.work == Work(rows=3, kv_tokens=39 + 40 + 1, context_tokens=41, logit_rows=2)
 
@@ -76,7 +76,7 @@ def test_long_prompts_keep_the_gap_exactly(gap_s: float, contexts: tuple[int, ..
     for stream in streams:
         assert max(sim.gaps_s(stream)) <= gap_s
     full = [s for s in sim.steps if s.num_rows > len(streams) + 16]
-    wanting = [s for s in full if any(p.stop < p.request.num_prompt for p in s.pieces)]
+    wanting = [s for s in full if any(p.stop < p.request.num_prompt for p in s.chunks)]
     assert all(s.predicted_s > 0.6 * gap_s for s in wanting), "most of the gap should be used"
 
 
@@ -88,7 +88,7 @@ def test_far_into_a_prompt_a_short_gap_carries_less_than_a_block() -> None:
     sim.add(prompt)
     num_steps = sim.run_until(lambda: prompt.is_finished)
     assert max(gap for stream in streams for gap in sim.gaps_s(stream)) <= 0.03
-    chunks = [p.num_tokens for s in sim.steps for p in s.pieces if p.request is prompt and p.stop > 7500]
+    chunks = [p.num_tokens for s in sim.steps for p in s.chunks if p.request is prompt and p.stop > 7500]
     assert max(chunks) < 16
     assert num_steps < 1600
 
@@ -225,8 +225,8 @@ def test_every_decode_is_in_every_step() -> None:
     for _ in range(60):
         step = sim.schedule()
         assert step is not None
-        assert [p.request for p in step.pieces[:3]] == streams
-        assert all(p.num_tokens == 1 and p.samples for p in step.pieces[:3])
+        assert [p.request for p in step.chunks[:3]] == streams
+        assert all(p.num_tokens == 1 and p.samples for p in step.chunks[:3])
         sim.commit(step)
 
 
@@ -329,7 +329,7 @@ def test_chunks_end_on_a_blocks_edge_when_they_can() -> None:
     prompt = make_request("p", letters(5, 1000), max_tokens=1)
     sim.add(prompt)
     sim.run()
-    assert [p.stop for s in sim.steps for p in s.pieces] == [*range(96, 1000, 96), 1000]
+    assert [p.stop for s in sim.steps for p in s.chunks] == [*range(96, 1000, 96), 1000]
 
 
 @pytest.mark.parametrize("gap_s", [0.013, 0.02, 0.1])
@@ -381,8 +381,8 @@ def check_gap(sim: Sim, step: Step, running: list[Request]) -> None:
     prompts = [r for r in running if r.num_uncomputed > 1]
     if not prompts or not any(r.output for r in running):
         return
-    decodes = sum((p.work for p in step.pieces if p.request.num_uncomputed == 1), NO_WORK)
-    one_more_s = max(sim.cost.predict(decodes + Piece(r, r.num_computed, 1).work) for r in prompts)
+    decodes = sum((p.work for p in step.chunks if p.request.num_uncomputed == 1), NO_WORK)
+    one_more_s = max(sim.cost.predict(decodes + Chunk(r, r.num_computed, 1).work) for r in prompts)
     gap_s = sim.limits.max_gap_s
     assert gap_s is not None
     if one_more_s <= gap_s:
@@ -395,7 +395,7 @@ def check_progress(step: Step, running: list[Request], waited: dict[Request, int
     """The law of progress: of the oldest prompt and the shortest, neither is passed over twice in a row."""
     prompts = [r for r in running if r.num_uncomputed > 1]
     watched = {prompts[0], min(prompts, key=lambda r: r.num_uncomputed)} if prompts else set()
-    served = {p.request for p in step.pieces}
+    served = {p.request for p in step.chunks}
     for request in watched:
         waited[request] = 0 if request in served else waited.get(request, 0) + 1
         assert waited[request] <= 1
@@ -423,11 +423,11 @@ def test_any_mix_keeps_the_gap_and_starves_nobody(mix: tuple[Sim, list[tuple[int
         check_progress(step, running, waited)
         sim.commit(step)
     for i, request in enumerate(requests):
-        first, *_ = [n for n, s in enumerate(sim.steps) for p in s.pieces if p.request is request]
+        first, *_ = [n for n, s in enumerate(sim.steps) for p in s.chunks if p.request is request]
         last, *_ = [
             n
             for n, s in enumerate(sim.steps)
-            for p in s.pieces
+            for p in s.chunks
             if p.request is request and p.stop == request.num_prompt
         ]
         assert last - first <= 2 * sum(r.num_prompt for r in requests[: i + 1])

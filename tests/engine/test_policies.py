@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from chairlift.engine.policies import Batching
 from chairlift.engine.request import Request
-from chairlift.plan import Batching
 from support.scheduler_sim import LIMITS, Sim, alone, letters, make_request
 
 
@@ -21,7 +21,7 @@ def make_requests(*max_tokens: int) -> list[Request]:
 
 def members(sim: Sim) -> list[set[str]]:
     """Who was computed in each step."""
-    return [{piece.request.id for piece in step.pieces} for step in sim.steps]
+    return [{piece.request.id for piece in step.chunks} for step in sim.steps]
 
 
 def test_continuous_takes_a_free_slot_in_the_next_step() -> None:

@@ -157,7 +157,7 @@ def test_preempted_requests_take_nobodys_place_in_line() -> None:
         error = refusal(r.engine, named("x"))
         assert (error.num_waiting, error.num_running) == (1, 2)
         view = r.engine.queue()
-        assert (view.num_running, view.num_preempted, len(view.places)) == (1, 1, 1)
+        assert (view.num_running, view.num_preempted, len(view.entries)) == (1, 1, 1)
         assert r.engine.snapshot().num_waiting == 2
         r.go_on.set()
         r.finish(old, young, waiting)
@@ -172,7 +172,7 @@ def test_a_slot_without_memory_is_no_slot() -> None:
         r.wait_held()
         error = refusal(r.engine, named("x"))
         assert (error.num_waiting, error.num_running) == (1, 1)
-        assert r.engine.queue().places[0].expected_wait_s > STEP_S
+        assert r.engine.queue().entries[0].expected_wait_s > STEP_S
         r.go_on.set()
         r.finish(big, waiting)
 
@@ -191,7 +191,7 @@ def test_the_expected_wait_is_what_it_comes_to() -> None:
         error = refusal(r.engine, named("x", max_tokens=50))
         assert error.expected_wait_s == pytest.approx((30 + 50 + 50) * STEP_S, rel=0.15)
         assert error.retry_after_s in (12, 13, 14)
-        places = r.engine.queue().places
+        places = r.engine.queue().entries
         assert [(p.request, p.position) for p in places] == [(second, 1), (third, 2)]
         expected_s = [p.expected_wait_s + r.now_s for p in places]
         assert [p.waited_s for p in places] == [r.now_s - p.request.timing.arrival_s for p in places]
@@ -230,9 +230,9 @@ def test_positions_are_the_order_of_turns() -> None:
             r.engine.submit([request])
         r.wait_held()
         view = r.engine.queue("carol")
-        assert [place.request.id for place in view.places] == ["b0", "a1", "b1", "a2", "b2"]
-        assert [place.position for place in view.places] == [1, 2, 3, 4, 5]
-        assert view.expected_wait_s == view.places[2].expected_wait_s, "a newcomer's key is behind one of each"
+        assert [place.request.id for place in view.entries] == ["b0", "a1", "b1", "a2", "b2"]
+        assert [place.position for place in view.entries] == [1, 2, 3, 4, 5]
+        assert view.expected_wait_s == view.entries[2].expected_wait_s, "a newcomer's key is behind one of each"
         r.go_on.set()
         r.finish(*requests)
         began = sorted(requests, key=lambda request: request.timing.scheduled_s)
@@ -269,7 +269,7 @@ def test_who_waits_for_too_long_is_told_also_during_a_long_step() -> None:
         assert error.expected_wait_s > 0
         assert "5.5 s" in str(error)
         assert r.end_of(later) is None
-        assert [place.request for place in r.engine.queue().places] == [later]
+        assert [place.request for place in r.engine.queue().entries] == [later]
         r.now_s -= 1.5
         r.go_on.set()
         r.finish(running, later)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from chairlift.engine.budget import Budget
+from chairlift.engine.budget import StepBudget
 from chairlift.engine.request import FinishReason, Request
 from chairlift.errors import ContextLengthExceeded, EngineError, RequestError
 from support.scheduler_sim import LIMITS, Sim, alone, letters, make_request, run_alone
@@ -153,7 +153,7 @@ def test_cancelled_in_any_phase_everything_comes_back(phase: Callable[[Sim, Requ
     sim.cancel(victim)
     assert victim.finish_reason is FinishReason.CANCELLED
     assert not victim.block_table
-    assert sim.scheduler.cancel(victim) == []
+    assert sim.scheduler.end(victim, FinishReason.CANCELLED) == []
     sim.run()
     assert tuple(neighbour.output) == alone(neighbour, 80)
     assert sim.pool.num_held == 0
@@ -220,12 +220,12 @@ def test_one_may_run_alone_while_the_others_keep_their_seats() -> None:
     while len(first.block_table) < 8:
         step = sim.scheduler.schedule(first)
         assert step is not None
-        assert [piece.request for piece in step.pieces] == [first]
+        assert [piece.request for piece in step.chunks] == [first]
         sim.commit(step)
     assert sim.pool.num_available == 0
     step = sim.scheduler.schedule(second)
     assert step is not None
-    assert [piece.request for piece in step.pieces] == [second]
+    assert [piece.request for piece in step.chunks] == [second]
     sim.commit(step)
     assert not first.block_table, "the other one has made room"
     assert (sim.scheduler.num_running, sim.scheduler.num_waiting) == (2, 1)
@@ -241,7 +241,7 @@ def test_recover_ends_what_runs_and_keeps_the_books(monkeypatch: pytest.MonkeyPa
     running, waiting = (make_request(f"r{i}", (*letters(1, 64), 97 + i), max_tokens=5) for i in range(2))
     sim.add(running, waiting)
 
-    def fail(_: object, budget: Budget) -> None:
+    def fail(_: object, budget: StepBudget) -> None:
         sim.scheduler._give(running, 60, budget)
         raise RuntimeError("our bug")
 
@@ -249,7 +249,7 @@ def test_recover_ends_what_runs_and_keeps_the_books(monkeypatch: pytest.MonkeyPa
         patched.setattr(sim.scheduler, "_share", fail)
         with pytest.raises(RuntimeError, match="our bug"):
             sim.scheduler.schedule()
-    assert (sim.pool.num_held, len(sim.pool.prefix)) == (4, 3)
+    assert (sim.pool.num_held, len(sim.scheduler._cache)) == (4, 3)
     error = EngineError("broken")
     assert [(o.request, o.error) for o in sim.scheduler.recover(error)] == [(running, error)]
     sim.scheduler.check()
@@ -278,7 +278,7 @@ def test_a_freed_slot_is_used_in_the_next_step() -> None:
     first, second = (make_request(f"r{i}", letters(i, 100), max_tokens=2) for i in range(2))
     sim.add(first, second)
     sim.run()
-    assert [s.pieces[0].request for s in sim.steps] == [first, first, second, second]
+    assert [s.chunks[0].request for s in sim.steps] == [first, first, second, second]
 
 
 def test_two_steps_at_once_are_refused() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.engine.request import FinishReason, Request
-from chairlift.engine.scheduler import Limits
+from chairlift.engine.scheduler import SchedulerConfig
 from chairlift.engine.step import Step
 from chairlift.errors import EngineError
 from support.scheduler_sim import LIMITS, Sim, alone, letters, make_request
@@ -17,7 +17,7 @@ ENDED_EARLY = (FinishReason.CANCELLED, FinishReason.ERROR)
 
 
 @st.composite
-def tight_limits(draw: st.DrawFn) -> Limits:
+def tight_limits(draw: st.DrawFn) -> SchedulerConfig:
     """Few slots, few tokens a step, and every kind of budget."""
     return replace(
         LIMITS,
@@ -79,13 +79,13 @@ class Play:
 
     def fail(self, data: st.DataObject, step: Step) -> None:
         """The step fails, and some of its requests are blamed; some others run alone before they run together again."""
-        blamed = [p.request for p in step.pieces if data.draw(st.integers(0, 3)) == 0]
+        blamed = [p.request for p in step.chunks if data.draw(st.integers(0, 3)) == 0]
         self.sim.deliver(self.sim.scheduler.abort(step, end=blamed, error=EngineError("injected")))
         self.sim.scheduler.check()
-        for request in [p.request for p in step.pieces if p.request not in blamed and data.draw(st.booleans())]:
+        for request in [p.request for p in step.chunks if p.request not in blamed and data.draw(st.booleans())]:
             alone_step = self.sim.scheduler.schedule(request)
             assert alone_step is not None
-            assert [piece.request for piece in alone_step.pieces] == [request]
+            assert [piece.request for piece in alone_step.chunks] == [request]
             self.sim.commit(alone_step)
 
     def cancel_one(self, data: st.DataObject) -> None:
@@ -121,7 +121,7 @@ class Play:
 @given(limits=tight_limits(), num_blocks=st.integers(4, 14), block_size=st.sampled_from([4, 16]), data=st.data())
 @settings(max_examples=120, deadline=None)
 def test_any_sequence_of_events_ends_well(
-    limits: Limits, num_blocks: int, block_size: int, data: st.DataObject
+    limits: SchedulerConfig, num_blocks: int, block_size: int, data: st.DataObject
 ) -> None:
     """Guards against leaks, standstills and changed answers under full pools, cancels and failed steps, in any mix."""
     play = Play(Sim(limits, num_blocks=num_blocks, block_size=block_size))
@@ -132,7 +132,9 @@ def test_any_sequence_of_events_ends_well(
 
 @given(limits=tight_limits(), num_blocks=st.integers(4, 14), data=st.data())
 @settings(max_examples=80, deadline=None)
-def test_preemptions_are_bounded_and_never_hit_the_oldest(limits: Limits, num_blocks: int, data: st.DataObject) -> None:
+def test_preemptions_are_bounded_and_never_hit_the_oldest(
+    limits: SchedulerConfig, num_blocks: int, data: st.DataObject
+) -> None:
     """Guards against requests that are preempted again and again while newer ones get on (livelock).
 
     A request comes back only when it fits with a block to spare for each that runs, all of them older. So each further
@@ -144,7 +146,7 @@ def test_preemptions_are_bounded_and_never_hit_the_oldest(limits: Limits, num_bl
     sim.add(*requests)
     by_age: list[Request] = []
     while (step := sim.schedule()) is not None:
-        by_age += [r for r in sim.scheduler.members if r not in by_age]
+        by_age += [r for r in sim.scheduler.admitted if r not in by_age]
         oldest = next(r for r in by_age if not r.is_finished)
         assert oldest not in step.preempted
         sim.commit(step)

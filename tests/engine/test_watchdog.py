@@ -9,7 +9,7 @@ import pytest
 
 from chairlift.engine.engine import Engine
 from chairlift.engine.observer import Observer
-from chairlift.engine.preemptions import Preemptions
+from chairlift.engine.telemetry import PreemptionLog
 from chairlift.engine.watchdog import Watchdog, stacks
 from engine.test_engine import Gate, state_of
 from support.fake_model import FakeModel, fake_plan, fake_request, wait_until
@@ -113,7 +113,7 @@ def test_a_long_prefill_is_progress_and_a_step_that_hangs_is_not(caplog: pytest.
 
 def test_preemptions_are_warned_of_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
     """Fault: a full pool fills the disk with a line per preemption; or some are never told."""
-    preemptions = Preemptions()
+    preemptions = PreemptionLog()
     for tenth in range(31):
         if tenth < 25:
             preemptions.add(fake_request(f"r{tenth}", [1]))

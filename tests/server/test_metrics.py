@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from chairlift.engine.engine import EngineSnapshot
-from chairlift.engine.observer import StepStats
+from chairlift.engine.observer import EngineSnapshot, StepStats
 from chairlift.engine.request import FinishReason, Request
 from chairlift.server.metrics import Metrics, throttling
 from support.fake_model import fake_plan, fake_request

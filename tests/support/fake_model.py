@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from chairlift.engine.detok import Detokenizer
-from chairlift.engine.request import Request, SamplingParams
+from chairlift.engine.request import Request
+from chairlift.engine.sampling_params import SamplingParams
 from chairlift.engine.stops import StopMatcher
 from chairlift.kernels.ops import F32, MAX_TOP, LogitResult, StepArrays
 from chairlift.models.spec import LayerSpec, ModelSpec, RopeSpec

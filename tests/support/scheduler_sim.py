@@ -14,18 +14,19 @@ from dataclasses import dataclass, field, replace
 from chairlift.engine.blocks import BlockPool
 from chairlift.engine.detok import Detokenizer
 from chairlift.engine.predictor import StepTime
-from chairlift.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
-from chairlift.engine.scheduler import Limits, Scheduler
-from chairlift.engine.step import Piece, Sampled, Step, StepResult, Work
+from chairlift.engine.request import FinishReason, Output, Request
+from chairlift.engine.sampling_params import SamplingParams, TokenLogprob
+from chairlift.engine.scheduler import Scheduler, SchedulerConfig
+from chairlift.engine.step import Chunk, Sampled, Step, StepResult, Work
 from chairlift.engine.stops import StopMatcher
 
 VOCAB = [bytes([i]) for i in range(256)]
 EOS = 256
-LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=4096, max_model_len=4096)
+LIMITS = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4096, max_model_len=4096)
 
 
 def make_request(
-    id: str, prompt: Sequence[int], *, salt: str = "", stop: tuple[str, ...] = (), **params: object
+    id: str, prompt: Sequence[int], *, salt: str = "", group: str = "", stop: tuple[str, ...] = (), **params: object
 ) -> Request:
     """A greedy request; `params` as SamplingParams has them."""
     chosen = SamplingParams(temperature=0.0, stop=stop)
@@ -37,6 +38,7 @@ def make_request(
         detok=Detokenizer(VOCAB, frozenset({EOS})),
         stops=StopMatcher(stop),
         salt=salt,
+        group=group,
     )
 
 
@@ -93,18 +95,18 @@ class FakeRunner:
 
     def run(self, step: Step) -> StepResult:
         """The result of a step; asserts that no row reads what was never written for it."""
-        for piece in step.pieces:
+        for piece in step.chunks:
             for position in range(piece.start, piece.stop):
                 self._cache[self._slot(piece.request, position)] = piece.request.token_at(position)
         self.num_rows += step.num_rows
-        sampled = {i: self._sample(p) for i, p in enumerate(step.pieces) if p.samples}
-        scored = {i: self._score(p) for i, p in enumerate(step.pieces) if p.request.params.prompt_logprobs is not None}
+        sampled = {i: self._sample(p) for i, p in enumerate(step.chunks) if p.samples}
+        scored = {i: self._score(p) for i, p in enumerate(step.chunks) if p.request.params.prompt_logprobs is not None}
         return StepResult(sampled, scored)
 
     def _slot(self, request: Request, position: int) -> int:
         return request.block_table[position // self._size] * self._size + position % self._size
 
-    def _sample(self, piece: Piece) -> Sampled:
+    def _sample(self, piece: Chunk) -> Sampled:
         request = piece.request
         history = [self._cache.get(self._slot(request, p), -1) for p in range(piece.stop)]
         assert tuple(history) == request.tokens_between(0, piece.stop), f"{request.id} reads another's cache"
@@ -112,7 +114,7 @@ class FakeRunner:
         logprob = None if request.params.logprobs is None else TokenLogprob(token, -1.0)
         return Sampled(token, logprob, ok=request not in self.bad)
 
-    def _score(self, piece: Piece) -> list[TokenLogprob]:
+    def _score(self, piece: Chunk) -> list[TokenLogprob]:
         positions = range(piece.start, min(piece.stop, piece.request.num_prompt - 1))
         return [TokenLogprob(piece.request.prompt[p + 1], -float(p + 1)) for p in positions]
 
@@ -121,7 +123,7 @@ class FakeRunner:
 class Sim:
     """The engine's loop on a virtual clock. Every step is checked: laws of the schedule, and the pool's books."""
 
-    limits: Limits = LIMITS
+    limits: SchedulerConfig = LIMITS
     num_blocks: int = 1024
     block_size: int = 16
     cost: Cost = field(default_factory=Cost)
@@ -147,7 +149,7 @@ class Sim:
 
     def cancel(self, request: Request) -> None:
         """Cancels a request now."""
-        self.deliver(self.scheduler.cancel(request))
+        self.deliver(self.scheduler.end(request, FinishReason.CANCELLED))
         self.scheduler.check()
 
     def schedule(self) -> Step | None:
@@ -161,7 +163,7 @@ class Sim:
 
     def commit(self, step: Step) -> None:
         """Runs a scheduled step and takes in its result."""
-        counts = [(p.request, len(p.request.output)) for p in step.pieces]
+        counts = [(p.request, len(p.request.output)) for p in step.chunks]
         seconds = self.cost.predict(step.work) * self.slowness(self.now_s)
         self.now_s += seconds
         if self.predictor:
@@ -210,17 +212,17 @@ class Sim:
         return (b - a for a, b in itertools.pairwise(times))
 
 
-def check_step(step: Step, scheduler: Scheduler, limits: Limits) -> None:
+def check_step(step: Step, scheduler: Scheduler, limits: SchedulerConfig) -> None:
     """Laws of every step: not empty, within the rows, one piece a request, each continuing where its request stands."""
     assert 0 < step.num_rows <= limits.max_num_batched_tokens
-    assert len({p.request for p in step.pieces}) == len(step.pieces)
-    for piece in step.pieces:
+    assert len({p.request for p in step.chunks}) == len(step.chunks)
+    for piece in step.chunks:
         assert piece.start == piece.request.num_computed
         assert 0 < piece.num_tokens <= piece.request.num_uncomputed
         assert piece.request.finish_reason is None
 
 
-def run_alone(request: Request, limits: Limits = LIMITS) -> tuple[str, FinishReason | None]:
+def run_alone(request: Request, limits: SchedulerConfig = LIMITS) -> tuple[str, FinishReason | None]:
     """Text and end of a fresh request served by itself with room to spare."""
     sim = Sim(limits)
     sim.add(request)

@@ -105,7 +105,7 @@ async def _recorded(server: Scripted, name: str, end: str, gate: tuple[threading
         await call.until(lambda c: c.body.endswith(b"[DONE]\n\n"))
     engine = service.serving.engine
     stopping = asyncio.ensure_future(asyncio.to_thread(engine.stop)) if end == "stop" else None
-    while stopping is not None and not engine._stopping:
+    while stopping is not None and not engine._life.is_stopping:
         await asyncio.sleep(0)
     go_on.set()
     await call.done()

@@ -14,9 +14,10 @@ import pytest
 from chairlift.engine.blocks import BlockPool
 from chairlift.engine.detok import Detokenizer
 from chairlift.engine.predictor import StepTime
-from chairlift.engine.request import FinishReason, Request, SamplingParams, TokenLogprob
+from chairlift.engine.request import FinishReason, Request
 from chairlift.engine.runner import Runner
-from chairlift.engine.scheduler import Limits, Scheduler
+from chairlift.engine.sampling_params import SamplingParams, TokenLogprob
+from chairlift.engine.scheduler import Scheduler, SchedulerConfig
 from chairlift.engine.stops import StopMatcher
 from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec, Model
 from chairlift.models.gguf import GGUFFile
@@ -53,7 +54,7 @@ class Law:
         slots: int = 8,
     ) -> dict[str, Answer]:
         pool = BlockPool(num_blocks, 16)
-        limits = Limits(
+        limits = SchedulerConfig(
             max_num_seqs=slots,
             max_num_batched_tokens=max_rows,
             max_model_len=num_blocks * 16,

@@ -60,7 +60,7 @@ def test_nothing_is_kept_of_a_request() -> None:
                 assert grown.pop(kind, 0) <= 100
             assert grown.total() < 60, grown.most_common(8)
             scheduler: Any = app.state.service.serving.engine._scheduler
-            assert len(scheduler._pool.prefix) <= 40
+            assert len(scheduler._cache) <= 40
 
     run(test())
 

@@ -1,6 +1,6 @@
-"""Token ids to text, one token at a time: what is given out is never taken back.
+"""Token ids to text, one token at a time. Text that was returned is never taken back.
 
-Owns the few bytes of a character that is not complete yet. Knows neither stop strings nor when a request ends.
+Owns the bytes of a character that is not complete yet. Knows neither stop strings nor when a request ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """Incremental UTF-8 over the bytes that tokens stand for.
 
-    All texts given out, joined, equal `b"".join(bytes of the tokens).decode("utf-8", errors="replace")`. Only an
+    All returned texts, joined, equal `b"".join(bytes of the tokens).decode("utf-8", errors="replace")`. Only an
     incomplete tail (at most 3 bytes) is held back; bytes that cannot become a character give U+FFFD at once.
     """
 
@@ -26,9 +26,9 @@ class Detokenizer:
         self._has_tail = False  # whether the decoder holds bytes back
 
     def push(self, token: int) -> str:
-        """The text that `token` completes, often all of its own. An id beyond the vocabulary gives none.
+        """The text that `token` completes, most often all of its own.
 
-        Model files pad their output head: such an id can be sampled although no text belongs to it.
+        An id beyond the vocabulary has no text. It can be sampled, since model files pad their output head.
         """
         if token in self._skip or not 0 <= token < len(self._vocab_bytes):
             return ""
@@ -43,5 +43,5 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What was held back, as U+FFFD, since nothing follows any more."""
+        """The bytes that were held back, as U+FFFD, since nothing follows that could complete them."""
         return self._decoder.decode(b"", final=True)

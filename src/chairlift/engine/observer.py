@@ -1,4 +1,4 @@
-"""What the engine tells those who watch it: metrics, log, summary line. Called on the engine thread, so be quick."""
+"""What the engine tells its observers: metrics, log and summary line. They run on its thread, so they must be quick."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ class StepStats:
     predicted_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """Where the engine stands; plain numbers that any thread may read."""
+
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_blocks: int
+    num_steps: int
+    num_preemptions: int
+    last_step_age_s: float | None  # None before the first step
+
+
 class Observer:
     """Does nothing; override what you want to see."""
 
@@ -33,26 +46,26 @@ class Observer:
         """Its first step was scheduled: the queue wait is over."""
 
     def first_token(self, request: Request) -> None:
-        """Its first token was sampled, and `num_cached` will not change; not again after a preemption."""
+        """Its first token was sampled, and `num_cached` is final. Once a request, whatever preemptions follow."""
 
     def next_tokens(self, gaps: Sequence[tuple[Request, float]]) -> None:
-        """A step sampled a further token of each of these, so many seconds after its last (preempted time included)."""
+        """A step sampled a further token of these requests, each so many seconds after the request's last token."""
 
     def preempted(self, request: Request) -> None:
         """It lost its blocks and will be recomputed."""
 
     def finished(self, request: Request) -> None:
-        """It ended, however it ended; exactly once."""
+        """It ended, for whatever reason. Once a request."""
 
     def step_failed(self) -> None:
-        """A step failed and was undone; whom that ended, if anybody, is told by `finished`."""
+        """A step failed and was rolled back. `finished` tells of the requests that this ended."""
 
     def stalled(self) -> None:
-        """There was work and no step ended for too long; once a stall, and on another thread than the engine's."""
+        """There was work and no step ended for too long. Once a stall, and not on the engine thread."""
 
 
 class Observers(Observer):
-    """Tells each of its observers, in order. What one of them raises reaches neither the others nor the caller.
+    """Passes each event to all observers, in order. An error of one reaches neither the others nor the caller.
 
     `on_error` gets the first error of each observer.
     """

@@ -1,55 +1,55 @@
-"""How many may join, and when: the three ways of batching, behind one small interface.
+"""When waiting requests may start: three ways of batching behind one small interface.
 
-`continuous` is how Chairlift serves. `static` and `serial` are how servers without it do, kept so that the difference
-can be measured with everything else equal.
+`continuous` is how Chairlift serves. `static` and `serial` are how servers without it do. They share the scheduler, so
+that the difference can be measured with everything else equal.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
-from chairlift.plan import Batching
+Batching = Literal["continuous", "static", "serial"]
 
 
 class Policy(Protocol):
-    """Asked once a step."""
+    """The scheduler asks it in every step."""
 
     @property
-    def holds_finals(self) -> bool:
+    def ends_together(self) -> bool:
         """Whether a request's last event waits until its whole batch has ended."""
 
-    def seats(self, num_members: int, num_slots: int) -> int:
-        """How many new requests may join `num_members` that have begun and not ended (preempted ones among them)."""
+    def free_slots(self, num_admitted: int, num_slots: int) -> int:
+        """How many waiting requests may start beside `num_admitted` that have begun and not ended."""
 
 
 class Continuous:
     """A free slot is taken in the next step."""
 
-    holds_finals = False
+    ends_together = False
 
-    def seats(self, num_members: int, num_slots: int) -> int:
+    def free_slots(self, num_admitted: int, num_slots: int) -> int:
         """Every slot that is free."""
-        return num_slots - num_members
+        return num_slots - num_admitted
 
 
 class Static:
-    """Whoever waits when the last batch has ended becomes the next; nobody joins it, and it ends as one."""
+    """The requests that wait when a batch has ended become the next batch. No request joins it; it ends as one."""
 
-    holds_finals = True
+    ends_together = True
 
-    def seats(self, num_members: int, num_slots: int) -> int:
+    def free_slots(self, num_admitted: int, num_slots: int) -> int:
         """All slots or none."""
-        return 0 if num_members else num_slots
+        return 0 if num_admitted else num_slots
 
 
 class Serial:
     """One request at a time."""
 
-    holds_finals = False
+    ends_together = False
 
-    def seats(self, num_members: int, num_slots: int) -> int:
-        """One, when nobody is served."""
-        return 1 - num_members
+    def free_slots(self, num_admitted: int, num_slots: int) -> int:
+        """One, when no request runs."""
+        return 1 - num_admitted
 
 
 _POLICIES: dict[Batching, Policy] = {"continuous": Continuous(), "static": Static(), "serial": Serial()}

@@ -51,7 +51,7 @@ class StepTime:
         per_context_token_s: float = 1.1e-6,
         per_logit_row_s: float = 3e-4,
     ) -> None:
-        """The prior, all above zero: what is believed before the first step. Defaults: a 135M model on two cores."""
+        """The prior: coefficients assumed before the first step, all above 0. Defaults: a 135M model on two cores."""
         self._prior = (base_s, per_row_s, per_kv_token_s, per_context_token_s, per_logit_row_s)
         if min(self._prior) <= 0.0:
             raise ValueError(f"every coefficient of the prior must be above zero: {self._prior}")
@@ -63,12 +63,12 @@ class StepTime:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """base_s, per_row_s, per_kv_token_s, per_context_token_s, per_logit_row_s as believed now."""
+        """The current base_s, per_row_s, per_kv_token_s, per_context_token_s and per_logit_row_s."""
         return tuple(self._weights)
 
     @property
     def margin(self) -> float:
-        """What the bound is as a multiple of the prediction; at least 1."""
+        """The bound as a multiple of the prediction; at least 1."""
         return self._margin
 
     def predict(self, work: Work) -> float:
@@ -76,7 +76,7 @@ class StepTime:
         return self._predict(_features(work))
 
     def bound(self, work: Work) -> float:
-        """Seconds that hardly any such step passes by much: with the margin that this machine needs now."""
+        """Seconds that hardly any such step exceeds by much: the prediction times the margin."""
         return self._margin * self.predict(work)
 
     def observe(self, work: Work, seconds: float) -> None:
@@ -90,12 +90,12 @@ class StepTime:
         return float(sum(map(mul, self._weights, x)))
 
     def _watch(self, *, is_late: bool) -> None:
-        """Moves the margin by whether a step was late."""
+        """Raises the margin after a late step, and lowers it a little after any other."""
         factor = _MARGIN_UP if is_late else _MARGIN_DOWN
         self._margin = min(_MAX_MARGIN, max(1.0, factor * self._margin))
 
     def _learn(self, x: tuple[float, ...], predicted_s: float, seconds: float) -> None:
-        """The Kalman filter's two halves in one pass: a step has passed, and a measurement came in."""
+        """One update of the Kalman filter: drift since the last step, then the new measurement."""
         sizes = self._drift_each()
         drift_x = _DRIFT_ALL**2 * sum(map(mul, sizes, x))
         cov_x = [sum(map(mul, row, x)) + drift_x * size for row, size in zip(self._cov, sizes, strict=True)]
@@ -110,7 +110,7 @@ class StepTime:
         ]
 
     def _drift_each(self) -> list[float]:
-        """Less is sure of each coefficient than a step before. Returns their sizes."""
+        """Widens the uncertainty of each coefficient by a step's drift. Returns their sizes."""
         sizes = [max(w, _SMALLEST * p) for w, p in zip(self._weights, self._prior, strict=True)]
         for i, size in enumerate(sizes):
             if self._cov[i][i] < (_MAX_UNSURE * size) ** 2:

@@ -10,19 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from chairlift.engine.request import Request, TokenLogprob
+from chairlift.engine.request import Request
+from chairlift.engine.sampling_params import TokenLogprob
 
 
 @dataclass(slots=True)
 class Work:
-    """What the time of a step depends on: counts that add up over its pieces. Only who makes a sum changes it.
+    """What the time of a step depends on: counts that add up over its chunks.
 
-    It is not frozen because one is made per token, and a frozen one takes three times as long.
+    Treat it as frozen unless you made it. It is not declared so because one is made per token, and a frozen one takes
+    three times as long.
     """
 
     rows: int  # tokens computed
     kv_tokens: int  # cached tokens that attention works on: a row at position p counts p + 1
-    context_tokens: int  # cached tokens that it has to fetch: a piece that ends at position p counts p + 1, once
+    context_tokens: int  # cached tokens that it has to fetch: a chunk that ends at position p counts p + 1, once
     logit_rows: int  # rows that need the output head
 
     def __add__(self, other: Work) -> Work:
@@ -34,7 +36,7 @@ class Work:
         )
 
     def add(self, other: Work) -> None:
-        """The same in place."""
+        """Adds `other` in place."""
         self.rows += other.rows
         self.kv_tokens += other.kv_tokens
         self.context_tokens += other.context_tokens
@@ -44,8 +46,8 @@ class Work:
 NO_WORK = Work(0, 0, 0, 0)
 
 
-class Piece(NamedTuple):
-    """One request's part: it computes positions [start, start + num_tokens)."""
+class Chunk(NamedTuple):
+    """One request's part of a step: positions [start, start + num_tokens)."""
 
     request: Request
     start: int
@@ -53,17 +55,17 @@ class Piece(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """First position not computed by this piece."""
+        """First position after it."""
         return self.start + self.num_tokens
 
     @property
     def samples(self) -> bool:
-        """Whether the last row's logits choose the next token: only when it catches up."""
+        """Whether its last row chooses the next token: true when it reaches the end of the known tokens."""
         return self.stop == self.request.num_tokens
 
     @property
     def work(self) -> Work:
-        """Its part of the step's work. The output head serves its last row, or each of a prompt that is scored."""
+        """Its part of the step's work. The output head runs on its last row, or on each row of a scored prompt."""
         request, start, num_tokens = self
         stop = start + num_tokens
         is_scored = request.params.prompt_logprobs is not None and start < request.num_prompt
@@ -73,21 +75,21 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Pieces in running order, the seconds that the scheduler reckoned with for them, and what for."""
+    """Chunks in running order, and how long the scheduler expects them to take."""
 
-    pieces: tuple[Piece, ...]
+    chunks: tuple[Chunk, ...]
     predicted_s: float
-    work: Work = field(default_factory=lambda: NO_WORK)  # of all pieces together, as they were when it was scheduled
-    preempted: tuple[Request, ...] = ()
+    work: Work = field(default_factory=lambda: NO_WORK)  # of all chunks together
+    preempted: tuple[Request, ...] = ()  # requests that lost their blocks for it
 
     @property
     def num_rows(self) -> int:
-        """Tokens computed by the step."""
-        return sum(piece.num_tokens for piece in self.pieces)
+        """Rows of all chunks: tokens computed by the step."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
 
 
 class Sampled(NamedTuple):
-    """What the runner chose for one piece that samples; `ok` is False, for any piece, when logits were not finite."""
+    """What the runner chose for one chunk. `ok` is False when its logits were not finite; `token` is then no token."""
 
     token: int
     logprob: TokenLogprob | None = None
@@ -96,8 +98,8 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the runner gives back: by position in `Step.pieces`, for those it concerns."""
+    """What the runner gives back, keyed by index into `Step.chunks`."""
 
-    sampled: dict[int, Sampled]
+    sampled: dict[int, Sampled]  # for each chunk that samples, and for each whose logits were not finite
     prompt_logprobs: dict[int, list[TokenLogprob]]  # for each computed prompt position that has a next prompt token
-    seconds: float | None = None  # in the kernels, if known: less than the runner takes
+    seconds: float | None = None  # spent in the kernels; None when the backend does not tell

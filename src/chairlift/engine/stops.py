@@ -1,10 +1,10 @@
-r"""Stop strings over a text that arrives in pieces: what may be sent, and where the text ends.
+r"""Stop strings in a text that arrives in parts: what may be sent, and where the text ends.
 
     sent | held back                     held: the longest suffix that is a proper prefix of some stop
     "lazy|\nUs"      stop "\nUser:"      "\nUsual" would be sent whole; "\nUser:" never
 
-The answer depends on the text alone, never on how it was cut into pieces: the stop that is complete first ends the
-text, and of several complete at the same character the longest, since it starts first.
+The result depends on the text alone, never on how it was cut into parts. The stop that is complete first ends the text;
+of several that are complete at the same character, the longest does, since it starts first.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Finds the first stop string; gives out no character of it, and holds back no more than it must."""
+    """Finds the first stop string. Returns no character of it, and holds back no more than it must."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for an empty stop, which would end every text before it began."""
+        """Raises ValueError for an empty stop, which would end every text at its start."""
         if not all(stops):
             raise ValueError("a stop string is empty")
         self._automata = [_Automaton(stop) for stop in stops]
@@ -25,7 +25,7 @@ class StopMatcher:
         """The stop that ended the text, once one has."""
 
     def push(self, text: str) -> str:
-        """The text that may be sent now; nothing once a stop has matched."""
+        """The text that may be sent after `text` arrived; nothing once a stop has matched."""
         if self.matched is not None:
             return ""
         if not self._automata:
@@ -42,7 +42,7 @@ class StopMatcher:
         return seen[:num_safe]
 
     def flush(self) -> str:
-        """What was held back, since nothing follows any more; nothing when a stop has matched."""
+        """The text that was held back, since nothing follows any more; nothing when a stop has matched."""
         held, self._held = self._held, ""
         return held
 

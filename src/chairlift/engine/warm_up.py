@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from chairlift.engine.detok import Detokenizer
-from chairlift.engine.request import Request, SamplingParams
+from chairlift.engine.request import Request
+from chairlift.engine.sampling_params import SamplingParams
 from chairlift.engine.stops import StopMatcher
 from chairlift.plan import Plan
 
@@ -12,7 +13,7 @@ _WARM_UP_OUTPUT = 4
 
 
 def warm_up_request(plan: Plan) -> Request:
-    """A short prompt of any tokens and a short answer, as much as the plan's context holds."""
+    """A short prompt of arbitrary tokens with a short answer, within the plan's context."""
     vocab_size = plan.spec.vocab_size
     num_prompt = max(1, min(_WARM_UP_PROMPT, plan.max_model_len - _WARM_UP_OUTPUT))
     return Request(

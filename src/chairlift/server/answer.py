@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from chairlift import __version__
 from chairlift.boot import Loaded
-from chairlift.engine.request import FinishReason, Request, TokenLogprob
+from chairlift.engine.request import FinishReason, Request
+from chairlift.engine.sampling_params import TokenLogprob
 from chairlift.models.tokenizer import Tokenizer
 from chairlift.server.dispatch import Delta
 from chairlift.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs

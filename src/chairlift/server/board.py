@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import ceil
 
-from chairlift.engine.door import Place
+from chairlift.engine.admission import QueueEntry
 from chairlift.engine.engine import Engine
 from chairlift.engine.request import Request
 
@@ -22,7 +22,7 @@ class Board:
         self._engine = engine
         self._clock = clock
         self._looked_s = float("-inf")
-        self._places: dict[Request, Place] = {}
+        self._places: dict[Request, QueueEntry] = {}
 
     def comment(self, requests: Sequence[Request]) -> bytes | None:
         """The SSE comment for one client's requests, as long as none of them has begun; None from then on.
@@ -33,7 +33,7 @@ class Board:
             return None
         is_new = not any(request in self._places for request in requests)
         if is_new or self._clock() - self._looked_s > _FRESH_S:
-            self._places = {place.request: place for place in self._engine.queue().places}
+            self._places = {place.request: place for place in self._engine.queue().entries}
             self._looked_s = self._clock()
         places = [self._places[request] for request in requests if request in self._places]
         if not places:

@@ -16,7 +16,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from chairlift.engine.request import FinishReason, Output, Request, TokenLogprob
+from chairlift.engine.request import FinishReason, Output, Request
+from chairlift.engine.sampling_params import TokenLogprob
 from chairlift.errors import ChairliftError
 
 

@@ -11,8 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from chairlift.engine.engine import EngineSnapshot
-from chairlift.engine.observer import Observer, StepStats
+from chairlift.engine.observer import EngineSnapshot, Observer, StepStats
 from chairlift.engine.request import FinishReason, Request
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from chairlift.engine.request import TokenLogprob
+from chairlift.engine.sampling_params import TokenLogprob
 from chairlift.models.tokenizer import Tokenizer
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")

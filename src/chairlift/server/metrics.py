@@ -20,8 +20,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from chairlift.engine.engine import EngineSnapshot
-from chairlift.engine.observer import Observer, StepStats
+from chairlift.engine.observer import EngineSnapshot, Observer, StepStats
 from chairlift.engine.request import FinishReason, Request
 from chairlift.errors import ChairliftError, ConfigError, DoesNotFit, ModelError, QueueWait
 from chairlift.plan import Plan

@@ -11,7 +11,8 @@ from typing import Any
 
 from chairlift.boot import Loaded
 from chairlift.config import Config
-from chairlift.engine.request import Request, SamplingParams
+from chairlift.engine.request import Request
+from chairlift.engine.sampling_params import SamplingParams
 from chairlift.errors import ContextLengthExceeded, ModelNotFound, RequestError
 from chairlift.keys import prefix_salt
 from chairlift.models.tokenizer import Tokenizer
@@ -102,7 +103,7 @@ class Preparer:
         return self._job(request, f"cmpl-{id}", model, prompts, warnings)
 
     def requests(self, job: Job, *, key_name: str) -> list[Request]:
-        """The engine's requests, choice by choice; the part of an id before "#" is its prompt's."""
+        """The engine's requests: one for each choice of each prompt. The choices of one prompt are a group."""
         made = []
         for i, prompt in enumerate(job.prompts):
             group = job.id if len(job.prompts) == 1 else f"{job.id}-{i}"
@@ -114,6 +115,7 @@ class Preparer:
                         prompt,
                         params,
                         stream=bool(job.body.stream),
+                        group=group,
                         salt=self._salt(key_name, job.body.cache_salt or ""),
                         key_name=key_name,
                     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from chairlift.engine.door import Place
+from chairlift.engine.admission import QueueEntry
 from chairlift.server.middleware import caller
 from chairlift.server.problem import JsonResponse
 from chairlift.server.service import Service
@@ -26,20 +26,20 @@ async def queue(request: HttpRequest) -> Response:
             "max_queue": plan.max_queue,
             "max_queue_wait_s": plan.max_queue_wait_s,
             "max_num_seqs": plan.max_num_seqs,
-            "num_waiting": len(view.places),
+            "num_waiting": len(view.entries),
             "num_running": view.num_running,
             "num_preempted": view.num_preempted,
             "expected_wait_s": round(view.expected_wait_s, 1),
-            "waiting": [_shown(place, key_name) for place in view.places],
+            "waiting": [_shown(place, key_name) for place in view.entries],
         }
     )
 
 
-def _shown(place: Place, key_name: str) -> dict[str, object]:
+def _shown(place: QueueEntry, key_name: str) -> dict[str, object]:
     is_own = place.request.key_name == key_name
     return {
         "position": place.position,
         "waited_s": round(place.waited_s, 1),
         "expected_wait_s": round(place.expected_wait_s, 1),
-        "id": place.request.id.rpartition("#")[0] if is_own else None,
+        "id": place.request.group if is_own else None,
     }

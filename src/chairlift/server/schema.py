@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from chairlift.engine.request import MAX_LOGPROBS
+from chairlift.engine.sampling_params import MAX_LOGPROBS
 from chairlift.errors import RequestError
 from chairlift.server.problem import UnknownParameter, UnsupportedParameter, clip
 

@@ -21,7 +21,8 @@ from starlette.types import Receive
 
 from chairlift.boot import Loaded
 from chairlift.config import Config
-from chairlift.engine.engine import Engine, EngineSnapshot
+from chairlift.engine.engine import Engine
+from chairlift.engine.observer import EngineSnapshot
 from chairlift.engine.request import Request
 from chairlift.errors import Draining, EngineError, QueueWait, Unavailable
 from chairlift.server.board import Board

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from chairlift.engine.fault_isolation import MAX_ROUNDS_WITHOUT_CULPRIT, FaultIsolation
 from chairlift.engine.request import FinishReason, Request
-from chairlift.engine.step import Piece, Step
-from chairlift.engine.suspects import MAX_VAIN_ROUNDS, Suspects
+from chairlift.engine.step import Chunk, Step
 from support.fake_model import fake_request
 
 
@@ -13,7 +13,7 @@ def make(num: int) -> list[Request]:
 
 
 def step_of(*requests: Request, start: int = 0, stop: int = 40) -> Step:
-    return Step(tuple(Piece(request, start, stop - start) for request in requests), 0.0)
+    return Step(tuple(Chunk(request, start, stop - start) for request in requests), 0.0)
 
 
 def end(request: Request) -> None:
@@ -23,7 +23,7 @@ def end(request: Request) -> None:
 def test_each_is_tried_and_only_who_fails_alone_is_blamed() -> None:
     """Fault: the innocent end with the guilty, or two guilty ones hide behind each other."""
     a, b, c = make(3)
-    suspects = Suspects()
+    suspects = FaultIsolation()
     assert suspects.next is None
     assert suspects.failed(step_of(a, b, c)) == []
     assert suspects.next is a
@@ -38,7 +38,7 @@ def test_each_is_tried_and_only_who_fails_alone_is_blamed() -> None:
 def test_a_trial_takes_as_many_steps_as_it_needs() -> None:
     """Fault: a suspect is cleared by a part of what it did in the step that failed."""
     (a,) = make(1)
-    suspects = Suspects()
+    suspects = FaultIsolation()
     suspects.failed(step_of(a, start=20, stop=30))
     for stop in (16, 29):
         suspects.passed(step_of(a, stop=stop))
@@ -50,7 +50,7 @@ def test_a_trial_takes_as_many_steps_as_it_needs() -> None:
 def test_who_has_left_is_not_tried() -> None:
     """Fault: the engine waits for a step of somebody who is gone."""
     a, b, c = make(3)
-    suspects = Suspects()
+    suspects = FaultIsolation()
     end(a)
     suspects.failed(step_of(a, b, c))
     assert suspects.next is b
@@ -62,8 +62,8 @@ def test_who_has_left_is_not_tried() -> None:
 def test_rounds_without_a_culprit_are_bounded() -> None:
     """Fault: what fails only together is tried for ever."""
     a, b = make(2)
-    suspects = Suspects()
-    for _ in range(MAX_VAIN_ROUNDS):
+    suspects = FaultIsolation()
+    for _ in range(MAX_ROUNDS_WITHOUT_CULPRIT):
         assert suspects.failed(step_of(a, b)) == []
         suspects.passed(step_of(a))
         suspects.passed(step_of(b))
@@ -75,12 +75,12 @@ def test_rounds_without_a_culprit_are_bounded() -> None:
 def test_success_together_or_a_culprit_ends_the_count() -> None:
     """Fault: rare hiccups add up over days until one of them ends everybody."""
     a, b = make(2)
-    suspects = Suspects()
-    for _ in range(3 * MAX_VAIN_ROUNDS):
+    suspects = FaultIsolation()
+    for _ in range(3 * MAX_ROUNDS_WITHOUT_CULPRIT):
         assert suspects.failed(step_of(a)) == []
         suspects.passed(step_of(a))
         suspects.passed(step_of(a))
-    for _ in range(3 * MAX_VAIN_ROUNDS):
+    for _ in range(3 * MAX_ROUNDS_WITHOUT_CULPRIT):
         assert suspects.failed(step_of(a, b)) == []
         suspects.passed(step_of(a))
         assert suspects.failed(step_of(b)) == [b]

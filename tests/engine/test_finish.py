@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.engine.ending import accept, accept_prompt_logprobs
-from chairlift.engine.request import FinishReason, Output, Request, TokenLogprob
+from chairlift.engine.finish import append_prompt_logprobs, append_token
+from chairlift.engine.request import FinishReason, Output, Request
+from chairlift.engine.sampling_params import TokenLogprob
 from chairlift.engine.step import Sampled
 from chairlift.errors import EngineError
 from support.scheduler_sim import EOS, make_request
@@ -18,7 +19,7 @@ def feed(request: Request, tokens: list[int], limit: int = 10**6) -> list[Output
     outputs = []
     for token in tokens:
         assert not request.is_finished
-        output = accept(request, Sampled(token), limit)
+        output = append_token(request, Sampled(token), limit)
         outputs += [output] if output else []
     return outputs
 
@@ -105,10 +106,10 @@ def test_min_tokens_holds_off_every_kind_of_stop() -> None:
 def test_an_event_carries_text_logprobs_or_an_end() -> None:
     """Guards against empty events in streams, and against logprobs lost while text is held back."""
     request = make_request("r", b"p", stop=("ab",))
-    assert accept(request, Sampled(ord("a")), 99) is None
+    assert append_token(request, Sampled(ord("a")), 99) is None
     request = make_request("r", b"p", stop=("ab",), logprobs=0)
     entry = TokenLogprob(ord("a"), -0.5)
-    output = accept(request, Sampled(ord("a"), entry), 99)
+    output = append_token(request, Sampled(ord("a"), entry), 99)
     assert output == Output(request, "", 1, (entry,))
     assert request.logprobs == [entry]
 
@@ -117,7 +118,7 @@ def test_an_event_carries_text_logprobs_or_an_end() -> None:
 def test_bad_logits_end_the_request_with_an_error(sampled: Sampled | None) -> None:
     """Guards against tokens made from NaN."""
     request = make_request("r", b"p")
-    output = accept(request, sampled, 99)
+    output = append_token(request, sampled, 99)
     assert output is not None
     assert (output.finish_reason, output.error) == (FinishReason.ERROR, request.error)
     assert isinstance(request.error, EngineError)
@@ -128,7 +129,7 @@ def test_a_fault_in_its_text_ends_that_request_only() -> None:
     """Guards against a bug in stop handling that reaches the engine loop and with it every neighbour."""
     request = make_request("r", b"p")
     request.stops = None  # type: ignore[assignment]
-    output = accept(request, Sampled(97), 99)
+    output = append_token(request, Sampled(97), 99)
     assert output is not None
     assert output.finish_reason is FinishReason.ERROR
     assert "AttributeError" in str(output.error)
@@ -141,7 +142,7 @@ def test_prompt_logprobs_survive_chunks_and_a_replay(only_missing: bool) -> None
     request = make_request("r", range(10), prompt_logprobs=0)
     for start, stop in [(0, 4), (4, 7), (0, 7), (7, 10), (0, 10)]:
         known = max(0, len(request.prompt_logprobs) - 1)
-        accept_prompt_logprobs(request, stop, entries[max(start, known) if only_missing else start : stop])
+        append_prompt_logprobs(request, stop, entries[max(start, known) if only_missing else start : stop])
         assert request.prompt_logprobs[1:] == entries[: max(stop, known)]
     assert request.prompt_logprobs == [None, *entries]
 
@@ -149,5 +150,5 @@ def test_prompt_logprobs_survive_chunks_and_a_replay(only_missing: bool) -> None
 def test_a_prompt_of_one_token_has_one_empty_entry() -> None:
     """Guards against an off-by-one: the first token has no log-probability, whatever the length."""
     request = make_request("r", b"p", prompt_logprobs=3)
-    accept_prompt_logprobs(request, 1, ())
+    append_prompt_logprobs(request, 1, ())
     assert request.prompt_logprobs == [None]

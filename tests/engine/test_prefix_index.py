@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.engine.prefix import Parent, PrefixIndex, Root
+from chairlift.engine.prefix_cache import Parent, PrefixIndex, Root
 
 ROOT: Root = ("", "")
 A, B = (1,) * 16, (2,) * 16

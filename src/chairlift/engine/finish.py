@@ -1,22 +1,24 @@
-"""What a sampled token does to its request: output, text, and whether it was the last one.
+"""What a sampled token does to its request: output, text, and whether the request ends with it.
 
-Owns the rules by which a request ends by itself; knows neither blocks nor queues.
+Owns the rules by which a request ends by itself, and the fields of a request that hold its output. Knows neither blocks
+nor queues.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chairlift.engine.request import FinishReason, Output, Request, TokenLogprob
+from chairlift.engine.request import FinishReason, Output, Request
+from chairlift.engine.sampling_params import TokenLogprob
 from chairlift.engine.step import Sampled
 from chairlift.errors import ChairliftError, EngineError
 
 
-def accept(request: Request, sampled: Sampled | None, max_tokens_in_all: int) -> Output | None:
-    """Appends the token that was sampled for `request` and tells what may be sent, if anything.
+def append_token(request: Request, sampled: Sampled | None, max_num_tokens: int) -> Output | None:
+    """Appends the token that was sampled for `request`. Returns what may be sent, None when nothing may.
 
-    A request whose logits were not finite, or whose own detokenizer or stops fail, ends with an EngineError: its
-    neighbours have no part in that. `max_tokens_in_all` bounds prompt and output together.
+    `max_num_tokens` bounds prompt and output together. A request ends with an EngineError when its logits were not
+    finite, or when its own detokenizer or stop strings fail: other requests have no part in that.
     """
     if sampled is None or not sampled.ok:
         return finish(request, FinishReason.ERROR, EngineError(f"request {request.id}: its logits were not finite"))
@@ -26,7 +28,7 @@ def accept(request: Request, sampled: Sampled | None, max_tokens_in_all: int) ->
     if sampled.logprob is not None:
         request.logprobs.append(sampled.logprob)
     try:
-        text, reason = _take_in(request, sampled.token, max_tokens_in_all)
+        text, reason = _decode(request, sampled.token, max_num_tokens)
     except Exception as error:
         failure = EngineError(f"request {request.id}: its text failed: {type(error).__name__}: {error}")
         return finish(request, FinishReason.ERROR, failure)
@@ -38,16 +40,17 @@ def accept(request: Request, sampled: Sampled | None, max_tokens_in_all: int) ->
 
 
 def finish(request: Request, reason: FinishReason, error: ChairliftError | None = None) -> Output:
-    """Ends a request from outside: what it held back is not sent."""
+    """Ends a request for a reason outside of its text. Text that was held back is not sent."""
     request.finish_reason = reason
     request.error = error
     return Output(request, "", len(request.output), finish_reason=reason, error=error)
 
 
-def accept_prompt_logprobs(request: Request, stop: int, entries: Sequence[TokenLogprob]) -> None:
-    """Adds the newest entries of a scored prompt, computed up to position `stop`: up to the one of token `stop`.
+def append_prompt_logprobs(request: Request, stop: int, entries: Sequence[TokenLogprob]) -> None:
+    """Appends the new entries of a prompt that is scored and computed up to position `stop`.
 
-    The first prompt token has none, since nothing comes before it. Those known from before a preemption are kept.
+    The last of `entries` belongs to token `stop`, or to the prompt's last token. The first token has no entry but None,
+    since nothing comes before it. Entries known from before a preemption are kept.
     """
     if not request.prompt_logprobs:
         request.prompt_logprobs.append(None)
@@ -56,33 +59,33 @@ def accept_prompt_logprobs(request: Request, stop: int, entries: Sequence[TokenL
         request.prompt_logprobs.extend(entries[-num_new:])
 
 
-def _take_in(request: Request, token: int, max_tokens_in_all: int) -> tuple[str, FinishReason | None]:
-    """The text that the newest token sets free, and why it is the last one if it is."""
-    if _is_terminal(request, token):
+def _decode(request: Request, token: int, max_num_tokens: int) -> tuple[str, FinishReason | None]:
+    """The text that the newest token completes, and the reason when the request ends with it."""
+    if _is_end_token(request, token):
         return _flush(request), FinishReason.STOP
-    text = _past_stops(request, request.detok.push(token))
+    text = _before_stops(request, request.detok.push(token))
     if request.stops.matched is not None:
         return text, FinishReason.STOP
-    if len(request.output) != request.params.max_tokens and request.num_tokens < max_tokens_in_all:
+    if len(request.output) != request.params.max_tokens and request.num_tokens < max_num_tokens:
         return text, None
     text += _flush(request)
     return text, FinishReason.LENGTH if request.stops.matched is None else FinishReason.STOP
 
 
-def _is_terminal(request: Request, token: int) -> bool:
-    """Whether the newest token ends the request and gives no text: only after `min_tokens` that do."""
+def _is_end_token(request: Request, token: int) -> bool:
+    """Whether the newest token ends the request and gives no text. None does before `min_tokens` others."""
     if len(request.output) <= request.params.min_tokens:
         return False
     is_eos = token in request.eos_ids and not request.params.ignore_eos
     return is_eos or token in request.params.stop_token_ids
 
 
-def _past_stops(request: Request, text: str) -> str:
-    """What may be sent of `text`; before `min_tokens` a stop string is text like any other."""
+def _before_stops(request: Request, text: str) -> str:
+    """The part of `text` that may be sent. Before `min_tokens`, a stop string is text like any other."""
     return request.stops.push(text) if len(request.output) >= request.params.min_tokens else text
 
 
 def _flush(request: Request) -> str:
-    """All that is held back, the bytes of an unfinished character first."""
-    text = _past_stops(request, request.detok.flush())
+    """All text that is held back, the bytes of an unfinished character first."""
+    text = _before_stops(request, request.detok.flush())
     return text + request.stops.flush()

@@ -98,12 +98,12 @@ def test_without_prefix_caching_only_the_choices_of_one_request_share() -> None:
     """Guards against `n` choices that prefill n times, and against a switch that does not switch."""
     sim = Sim(UNSHARED)
     prompt = letters(1, 100)
-    choices = [make_request(f"x#{i}", prompt, max_tokens=2) for i in range(3)]
+    choices = [make_request(f"x#{i}", prompt, group="x", max_tokens=2) for i in range(3)]
     sim.add(*choices)
     sim.run()
     assert [c.num_cached for c in choices] == [0, 96, 96]
     assert answer(sim, make_request("y", prompt, max_tokens=2)).num_cached == 0
-    assert answer(sim, make_request("z#0", prompt, max_tokens=2)).num_cached == 0
+    assert answer(sim, make_request("z#0", prompt, group="z", max_tokens=2)).num_cached == 0
 
 
 def test_a_prompt_that_is_scored_takes_no_hits() -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.engine.line import Line
+from chairlift.engine.fair_queue import FairQueue
+from chairlift.engine.policies import Batching
 from chairlift.engine.request import Request
-from chairlift.plan import Batching
 from support.scheduler_sim import LIMITS, Sim, letters, make_request
 
 KEYS = ("alice", "bob", "carol", "dave")
@@ -18,18 +18,18 @@ BATCHINGS: tuple[Batching, ...] = ("continuous", "static", "serial")
 NOBODY: dict[str, int] = {}
 
 
-def line_of(*items: str, max_running_per_key: int | None = None) -> Line[str]:
+def line_of(*items: str, max_running_per_key: int | None = None) -> FairQueue[str]:
     """Items like "a1", each of the key that its first letter is."""
-    made: Line[str] = Line(max_running_per_key)
+    made: FairQueue[str] = FairQueue(max_running_per_key)
     for item in items:
         made.add(item[0], item)
     return made
 
 
-def take_all(line: Line[str]) -> list[str]:
+def take_all(line: FairQueue[str]) -> list[str]:
     """Everybody in the order of turns, as if nobody who was taken ran any more."""
     taken = []
-    while (first := line.turn(NOBODY)) is not None:
+    while (first := line.next(NOBODY)) is not None:
         assert line.pop(first[0]) == first[1]
         taken.append(first[1])
     return taken
@@ -62,11 +62,11 @@ def test_who_comes_back_has_no_second_turn() -> None:
 def test_a_key_at_its_limit_is_passed_over_and_keeps_its_turn() -> None:
     """Fault: a limit that blocks the whole line, or that costs its key the turn."""
     line = line_of("a1", "a2", "b1", "b2", max_running_per_key=1)
-    assert line.turn({"a": 1}) == ("b", "b1")
+    assert line.next({"a": 1}) == ("b", "b1")
     line.pop("b")
-    assert line.turn({"a": 1, "b": 1}) is None
-    assert line.turn({"b": 1}) == ("a", "a1")
-    assert line.turn(NOBODY) == ("a", "a1")
+    assert line.next({"a": 1, "b": 1}) is None
+    assert line.next({"b": 1}) == ("a", "a1")
+    assert line.next(NOBODY) == ("a", "a1")
 
 
 def test_how_many_could_start_at_once() -> None:
@@ -100,7 +100,7 @@ def test_one_key_alone_is_first_in_first_out(numbers: list[int]) -> None:
 @settings(max_examples=200, deadline=None)
 def test_no_key_sees_another_go_first_twice(data: st.DataObject) -> None:
     """Fault: a key starves, or its own line gets out of order, under any coming, going and leaving."""
-    line: Line[int] = Line()
+    line: FairQueue[int] = FairQueue()
     model: dict[str, deque[int]] = {key: deque() for key in KEYS}
     passed: dict[str, Counter[str]] = {}  # by key with somebody in line: whose turns it saw since its own
     for number in range(data.draw(st.integers(1, 40))):
@@ -115,7 +115,7 @@ def test_no_key_sees_another_go_first_twice(data: st.DataObject) -> None:
             line.remove(key, item)
             line.remove(key, item)
             model[key].remove(item)
-        elif kind == "take" and (first := line.turn(NOBODY)) is not None:
+        elif kind == "take" and (first := line.next(NOBODY)) is not None:
             taken, item = first
             assert line.pop(taken) == item == model[taken].popleft()
             passed[taken] = Counter()
@@ -129,7 +129,7 @@ def test_no_key_sees_another_go_first_twice(data: st.DataObject) -> None:
 
 def started(sim: Sim, seen: list[Request]) -> None:
     """Notes who has begun since."""
-    seen += [request for request in sim.scheduler.members if request not in seen]
+    seen += [request for request in sim.scheduler.admitted if request not in seen]
 
 
 @given(
@@ -154,11 +154,11 @@ def test_the_scheduler_keeps_to_turns_and_limits(
     order: list[Request] = []
     while sim.scheduler.has_work:
         step = sim.schedule()
-        running = Counter(request.key_name for request in sim.scheduler.members)
+        running = Counter(request.key_name for request in sim.scheduler.admitted)
         started(sim, order)
         assert most is None or max(running.values()) <= most
         if batching == "continuous" and running.total() < slots:
-            assert sim.scheduler.line.turn(running) is None, "a slot is empty and somebody could have it"
+            assert sim.scheduler.waiting.next(running) is None, "a slot is empty and somebody could have it"
         assert step is not None
         sim.commit(step)
     assert set(order) == set(requests)
@@ -166,7 +166,7 @@ def test_the_scheduler_keeps_to_turns_and_limits(
         own = [request for request in requests if request.key_name == key]
         assert [request for request in order if request.key_name == key] == own
     if most is None:
-        expected: Line[Request] = Line()
+        expected: FairQueue[Request] = FairQueue()
         for request in requests:
             expected.add(request.key_name, request)
         assert order == list(expected)
@@ -180,7 +180,7 @@ def test_a_limit_holds_within_one_step() -> None:
         request.key_name = key
     sim.add(*requests)
     sim.schedule()
-    assert sim.scheduler.members == [requests[0], requests[3], requests[1]]
+    assert sim.scheduler.admitted == [requests[0], requests[3], requests[1]]
     assert (sim.scheduler.num_waiting, sim.scheduler.memory_blocked) == (1, False)
 
 
@@ -193,8 +193,8 @@ def test_who_resumes_comes_before_anybody_in_line() -> None:
     sim.step()
     sim.add(third)
     sim.run_until(lambda: second.num_preemptions > 0)
-    assert (sim.scheduler.num_preempted, list(sim.scheduler.line)) == (1, [third])
-    sim.run_until(lambda: second in sim.scheduler.members and bool(second.block_table))
+    assert (sim.scheduler.num_preempted, list(sim.scheduler.waiting)) == (1, [third])
+    sim.run_until(lambda: second in sim.scheduler.admitted and bool(second.block_table))
     assert third.num_cached is None
     sim.run()
     assert sim.finals == [first, second, third]
