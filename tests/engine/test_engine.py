@@ -13,25 +13,8 @@ from chairlift.engine.request import FinishReason, Output, Request
 from chairlift.errors import ContextLengthExceeded, Draining, QueueFull
 from chairlift.kernels.ops import LogitResult, StepArrays
 from chairlift.plan import Plan
+from support.engine_probe import Gate, is_idle, state_of
 from support.fake_model import FakeModel, alone, fake_plan, fake_request, wait_until
-
-
-class Gate:
-    """Lets a test hold the model before a step, and say when it may go on."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.open.set()
-        self.held = threading.Event()
-
-    def __call__(self, step: StepArrays) -> None:
-        if not self.open.is_set():
-            self.held.set()
-            assert self.open.wait(20)
-
-    def close(self) -> None:
-        self.held.clear()
-        self.open.clear()
 
 
 class Service:
@@ -63,11 +46,6 @@ def service() -> Iterator[Service]:
     made.engine.stop()
 
 
-def state_of(engine: Engine) -> str:
-    """A call, so that a type checker does not take the state for a constant."""
-    return engine.state
-
-
 def expected(request: Request) -> str:
     assert request.params.max_tokens is not None
     return bytes(alone(request.prompt, request.params.max_tokens)).decode()
@@ -89,7 +67,7 @@ def test_the_pool_is_empty_again_when_idle(service: Service) -> None:
     service.engine.submit(requests)
     service.engine.cancel(requests[:3])
     service.finish(*requests)
-    wait_until(lambda: service.engine.is_idle)
+    wait_until(lambda: is_idle(service.engine))
     assert service.engine.snapshot().num_used_blocks == 0
 
 
@@ -125,7 +103,7 @@ def test_an_end_from_outside_comes_after_all_text(service: Service) -> None:
     assert service.gate.held.wait(10)
     service.engine.cancel([request])
     service.gate.open.set()
-    wait_until(lambda: service.engine.is_idle)
+    wait_until(lambda: is_idle(service.engine))
     assert [output.num_tokens for output in service.outputs] == [1, 1]
     assert [output.finish_reason for output in service.outputs] == [None, FinishReason.CANCELLED]
 
@@ -155,7 +133,7 @@ def test_choices_are_taken_together_or_not_at_all() -> None:
     service = Service(plan=fake_plan(max_num_seqs=2, max_queue=1))
     with pytest.raises(QueueFull):
         service.engine.submit([fake_request(f"r#{i}", range(20)) for i in range(4)])
-    assert service.engine.is_idle
+    assert is_idle(service.engine)
     service.engine.stop()
 
 
@@ -221,7 +199,7 @@ def test_stalled_when_work_exists_and_no_step_ends() -> None:
     now[0] += 2.0
     assert state_of(engine) == "stalled"
     gate.open.set()
-    wait_until(lambda: engine.is_idle)
+    wait_until(lambda: is_idle(engine))
     assert state_of(engine) == "ready"
     engine.stop()
 

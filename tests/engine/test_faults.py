@@ -17,7 +17,7 @@ from chairlift.engine.request import FinishReason, Output, Request
 from chairlift.errors import EngineError
 from chairlift.kernels.ops import LogitResult, StepArrays
 from chairlift.plan import Plan
-from engine.test_engine import state_of
+from support.engine_probe import is_idle, state_of
 from support.fake_model import alone, fake_plan, fake_request, wait_until
 from support.fault_injection import AT, ERRORS, NAN, BrokenObserver, FaultyModel, campaign, faulty_request, leftovers
 
@@ -65,7 +65,7 @@ class Bench:
         assert self.text(request) == bytes(alone(request.prompt, num_tokens)).decode()
 
     def end(self) -> None:
-        wait_until(lambda: self.engine.is_idle or state_of(self.engine) == "dead")
+        wait_until(lambda: is_idle(self.engine) or state_of(self.engine) == "dead")
         self.engine.stop()
 
 

@@ -13,6 +13,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.request import FinishReason, Output, Request
 from chairlift.errors import QueueFull, QueueWait
 from chairlift.kernels.ops import StepArrays
+from support.engine_probe import is_idle
 from support.fake_model import FakeModel, alone, fake_plan, fake_request, wait_until
 
 STEP_S = 0.1
@@ -292,7 +293,7 @@ def test_the_engine_itself_gives_up_between_steps() -> None:
         r.finish(running, waiting)
         gave_up(r, waiting)
         assert waiting.timing.scheduled_s == 0.0
-        wait_until(lambda: r.engine.is_idle)
+        wait_until(lambda: is_idle(r.engine))
 
 
 def test_idle_time_is_no_waiting() -> None:

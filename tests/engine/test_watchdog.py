@@ -11,7 +11,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.observer import Observer
 from chairlift.engine.telemetry import PreemptionLog
 from chairlift.engine.watchdog import Watchdog, stacks
-from engine.test_engine import Gate, state_of
+from support.engine_probe import Gate, is_idle, state_of
 from support.fake_model import FakeModel, fake_plan, fake_request, wait_until
 
 
@@ -94,7 +94,7 @@ def test_a_long_prefill_is_progress_and_a_step_that_hangs_is_not(caplog: pytest.
     engine.watch()
     request = fake_request("long", [40 + i % 80 for i in range(500)], max_tokens=5)
     engine.submit([request])
-    wait_until(lambda: engine.is_idle)
+    wait_until(lambda: is_idle(engine))
     assert len(model.rows_run) * 20.0 > 10 * plan.watchdog_s
     assert (stalls.num, told(caplog)) == (0, 0)
     gate.close()
@@ -107,7 +107,7 @@ def test_a_long_prefill_is_progress_and_a_step_that_hangs_is_not(caplog: pytest.
     assert (stalls.num, told(caplog)) == (1, 1)
     assert "1 running and 0 waiting" in caplog.text
     gate.open.set()
-    wait_until(lambda: engine.is_idle)
+    wait_until(lambda: is_idle(engine))
     engine.stop()
 
 

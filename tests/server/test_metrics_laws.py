@@ -18,6 +18,7 @@ from chairlift.keys import ApiKey
 from chairlift.plan import Plan
 from chairlift.server.metrics import Metrics
 from server.test_metrics import samples
+from support.engine_probe import is_idle
 from support.fake_model import FakeModel, alone, fake_plan, fake_request, wait_until
 from support.in_process_server import CHAT, HELLO, TEXT, Call, Gate, fake_app, fake_loaded, metric, run, serving, until
 
@@ -62,7 +63,7 @@ def serve(plan: Plan, requests: Sequence[Request]) -> tuple[Firsts, dict[str, fl
     before = samples(metrics)
     with engine_on(plan, metrics) as engine:
         engine.submit(requests)
-        wait_until(lambda: engine.is_idle)
+        wait_until(lambda: is_idle(engine))
     after = samples(metrics)
     return metrics, {name: after[name] - before[name] for name in after if not name.startswith(("process_", "cgroup_"))}
 
@@ -127,7 +128,7 @@ def test_every_step_is_in_the_histogram() -> None:
     metrics, requests = Metrics(plan), [fake_request("1", [65] * 100, max_tokens=10)]
     with engine_on(plan, metrics) as engine:
         engine.submit(requests)
-        wait_until(lambda: engine.is_idle)
+        wait_until(lambda: is_idle(engine))
         num_steps = engine.snapshot().num_steps
     now = samples(metrics)
     assert now["step_time_seconds_count{}"] == num_steps == 2 + 9

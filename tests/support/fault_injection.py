@@ -33,6 +33,7 @@ from chairlift.engine.stops import StopMatcher
 from chairlift.errors import EngineError
 from chairlift.kernels.ops import LogitResult, StepArrays
 from chairlift.plan import Plan
+from support.engine_probe import is_idle
 from support.fake_model import VOCAB_BYTES, FakeModel, fake_plan, fake_request, wait_until
 
 KINDS = ("healthy", "kernel", "nan", "batch", "detok", "stops", "leaves")
@@ -279,7 +280,7 @@ def campaign(seed: int, num_requests: int = 150, *, patience_s: float = 60.0) ->
     readers.begin(engine)
     engine.start()
     report.expect(readers.done.wait(patience_s), "somebody waits for ever")
-    wait_until(lambda: engine.is_idle or engine.state == "dead")
+    wait_until(lambda: is_idle(engine) or engine.state == "dead")
     report.expect(engine.state == "ready", f"the engine is {engine.state}")
     engine.stop()
     for problem in leftovers(engine):

@@ -18,11 +18,6 @@ class Delivery:
         self._deliver = deliver
         self._held: list[Output] = []
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no output is held."""
-        return not self._held
-
     def hold(self, outputs: list[Output]) -> None:
         """Keeps a step's outputs until `flush`, which must have been called since the last step."""
         assert not self._held, "outputs of the step before were not flushed"

@@ -176,11 +176,6 @@ class Engine:
             return "stalled"
         return "draining" if self._life.is_draining else "ready"
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request runs or waits, and no output is held. The last delivery may be on its way still."""
-        return not self._scheduler.has_work and self._delivery.is_empty
-
     def snapshot(self) -> EngineSnapshot:
         """Where the engine stands now."""
         return self._telemetry.snapshot(self._watchdog.age_s)
