@@ -1,5 +1,7 @@
-"""The `chairlift` command. Options come from the table in config.py; heavy imports stay inside each command, so that
-`--help` is instant. Every ChairliftError is one line on stderr and an exit status: 2 for a wrong setting, else 1.
+"""The `chairlift` command.
+
+Options come from the table in config.py. Heavy imports stay inside each command, so that `--help` is instant. Every
+ChairliftError becomes one line on stderr and an exit status: 2 for a wrong setting, else 1.
 """
 
 from __future__ import annotations
@@ -63,8 +65,7 @@ def _option(name: str, annotation: Any, default: Any = None) -> inspect.Paramete
 
 
 def _setting_option(setting: Setting) -> inspect.Parameter:
-    """One setting as a Typer option. Its text is parsed by the setting itself, so limits and words are the same
-    wherever a value comes from."""
+    """One setting as a Typer option. The setting parses its text, so that every source has the same limits and errors."""
     is_switch = isinstance(setting.default, bool)
     choices = setting.kind.choices
     info = typer.Option(
@@ -107,7 +108,7 @@ def _with_settings(*groups: str, positional_model: bool = True) -> Callable[[Cal
 
 
 def _sampling(temperature: float, top_p: float) -> list[Setting]:
-    """How an answer is drawn: rows like those of the Config, but of one request."""
+    """How tokens are sampled: rows like those of the Config, but for one request."""
 
     def row(name: str, kind: kinds.Kind, help: str, default: Any, shown: str = "") -> Setting:
         repeat = isinstance(default, tuple)
@@ -144,7 +145,7 @@ def _with_sampling(*, temperature: float, top_p: float) -> Callable[[Callable[..
 
 
 def _parameters(command: Callable[..., None]) -> list[inspect.Parameter]:
-    """As keywords: Typer passes nothing by position."""
+    """The command's parameters as keywords, since Typer passes nothing by position."""
     found = inspect.signature(command, eval_str=True).parameters.values()
     return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in found]
 
@@ -152,7 +153,7 @@ def _parameters(command: Callable[..., None]) -> list[inspect.Parameter]:
 def _disguised(
     run: Callable[..., None], command: Callable[..., None], parameters: list[inspect.Parameter]
 ) -> Callable[..., None]:
-    """`run` under the command's name and help, with the parameters that Typer is to see."""
+    """Gives `run` the command's name and help, and the signature that Typer reads."""
     functools.update_wrapper(run, command)
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {}
@@ -356,7 +357,7 @@ def _write(text: str) -> None:
 )
 def bench(ctx: typer.Context) -> None:
     """Measure a server: any that speaks the OpenAI API, or Ollama's."""
-    from chairlift.bench.cli import app as commands  # 30 ms that no other command is to wait for
+    from chairlift.bench.cli import app as commands  # takes 30 ms, which no other command should wait for
 
     status = typer.main.get_command(commands).main(ctx.args, prog_name=ctx.command_path, standalone_mode=False)
     raise typer.Exit(status or 0)

@@ -1,8 +1,8 @@
 """What the user asked for: one frozen Config, read from flags, CHAIRLIFT_* variables and a TOML file.
 
-Owns the names, limits, defaults and help of every setting: the parsers, `--help` and docs/configuration.md (printed by
-`python -m chairlift.config`) all come from the one table that the dataclass below is. The only reader of the
-environment. Knows nothing of the machine or the model: what they make of these wishes is the Plan's matter.
+Owns the names, limits, defaults and help of every setting. The parsers, `--help` and docs/configuration.md (printed by
+`python -m chairlift.config`) all come from one table, the dataclass Config. The only reader of the environment. Knows
+nothing of the machine or the model: the Plan decides what they can honour.
 
     flags  >  environment  >  file  >  defaults       a value that cannot be honoured is a ConfigError, never ignored
 """
@@ -100,7 +100,7 @@ def text(limits: str = "text that is not empty", pattern: str = r"[^\x00-\x1f\x7
 
 
 def one_of(*choices: str, hint: str = "") -> Kind:
-    """One of a few words; the hint is for who gives another."""
+    """One of these words. The error for any other word carries the hint."""
 
     def parse(value: object) -> str:
         if value not in choices:
@@ -206,7 +206,7 @@ _ORIGIN = text("* or an origin like https://example.org", r"\*|https?://[^\s/,]+
 
 
 def _cache() -> Path:
-    """Where fetched models lie unless somebody says; a service's user may have no home."""
+    """The default folder of fetched models. The user of a service may have no home."""
     try:
         return Path("~/.cache/chairlift").expanduser()
     except RuntimeError:
@@ -215,7 +215,7 @@ def _cache() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Every setting, as asked for; None means "you decide", which the Plan does."""
+    """Every setting, as asked for. None leaves the choice to the Plan."""
 
     model: str = _model("smollm2", text(), "A packaged model (`chairlift models`) or the path of a GGUF file.")
     cache_dir: Path = _model(_cache(), path(), "Where fetched models lie.", "~/.cache/chairlift")  # noqa: RUF009
@@ -237,11 +237,11 @@ class Config:
     max_running_per_key: int | None = _server(
         None,
         whole(1, 1024),
-        "Requests of one API key that run at once; more of them wait, and others pass.",
+        "Most requests of one API key that run at once. Further ones wait, and other keys go before them.",
         "all slots",
     )
     isolate_keys: bool = _server(
-        False, switch(), "Never reuse the KV of one API key's prompts for another's, so that none can be guessed at."
+        False, switch(), "Never reuse the KV of one API key's prompts for another's, so that no key can find out what another asked."
     )
     allow_open: bool = _server(False, switch(), "Listen beyond loopback without any API key.")
     cors_origin: tuple[str, ...] = _server(
@@ -267,12 +267,12 @@ class Config:
     memory_utilization: float = _memory(
         0.6,
         real(0.01, MAX_MEMORY_UTILIZATION),
-        "Most that the KV pool may take of the memory left after the weights, as a fraction.",
+        "Largest share of the memory left after the weights that the KV pool may take.",
     )
     kv_cache_dtype: Literal["auto", "bf16", "int8"] = _memory(
         "auto",
         one_of("auto", "bf16", "int8", hint="bf16 has taken the place of f16: as many bytes, and faster"),
-        "How keys and values are kept; auto is bf16, int8 takes half of it.",
+        "Type of cached keys and values. auto is bf16; int8 takes half the memory.",
     )
     prefix_caching: bool = _memory(
         True, switch(), "Never reuse the KV of equal prompt beginnings; in TOML `prefix-caching = false`.", "reuse"
@@ -301,7 +301,7 @@ class Config:
     max_gap_ms: float | None = _scheduling(
         None,
         real(1, 60_000),
-        "Longest step, in ms, while somebody is being streamed to.",
+        "Longest step in ms while a request generates: the longest gap in a stream.",
         "the larger of 100 and twice a step without prompts",
     )
 
@@ -309,7 +309,7 @@ class Config:
         None, whole(1, 1024), "Compute threads.", "cores that affinity and cgroup quota leave"
     )
     backend: Literal["native", "reference"] = _machine(
-        "native", one_of("native", "reference"), "The compiled kernels, or numpy: slow, and the specification."
+        "native", one_of("native", "reference"), "The compiled kernels, or their specification in numpy, which is slow."
     )
     isa: str | None = _machine(
         None,
@@ -325,7 +325,7 @@ class Config:
     )
 
     def require_safe_host(self) -> None:
-        """ConfigError when strangers could reach a server that asks for no key and nobody said that this is meant."""
+        """Raises ConfigError for a server without keys that other machines can reach, unless that was asked for."""
         if self.api_key or self.api_key_file or self.allow_open or _is_loopback(self.host):
             return
         raise ConfigError(
@@ -334,7 +334,10 @@ class Config:
         )
 
     def keyring(self) -> Keyring:
-        """All API keys, those of the file too. ConfigError when they cannot be had, or what is asked of them not."""
+        """All API keys, those of the file too.
+
+        Raises ConfigError when the file cannot be used, and for a setting that has no effect without keys.
+        """
         ring = Keyring([*self.api_key, *(keys.read(self.api_key_file) if self.api_key_file else ())])
         for name in ("max_running_per_key", "isolate_keys"):
             if getattr(self, name) and not ring:
@@ -386,14 +389,14 @@ def load(flags: Mapping[str, object] | None = None, environ: Mapping[str, str] |
 
 
 def environment_without_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a server that is to have only the settings on its command line, and no service manager."""
+    """The environment without our variables: for a server that takes its settings from its command line alone."""
     env = os.environ if environ is None else environ
     ours = ("NOTIFY_SOCKET", *(name for name in env if name.startswith(ENV_PREFIX)))
     return {name: value for name, value in env.items() if name not in ours}
 
 
 def notify_socket(environ: Mapping[str, str] | None = None) -> str | None:
-    """Where a service manager wants to be told that the server is ready (sd_notify(3)); None where none listens."""
+    """The socket on which a service manager waits for readiness (sd_notify(3)); None when there is none."""
     return (os.environ if environ is None else environ).get("NOTIFY_SOCKET")
 
 
