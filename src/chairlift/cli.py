@@ -65,7 +65,7 @@ def _option(name: str, annotation: Any, default: Any = None) -> inspect.Paramete
 
 
 def _setting_option(setting: Setting) -> inspect.Parameter:
-    """One setting as a Typer option. The setting parses its text, so that every source has the same limits and errors."""
+    """One setting as a Typer option. The setting parses its text: every source has the same limits and errors."""
     is_switch = isinstance(setting.default, bool)
     choices = setting.kind.choices
     info = typer.Option(

@@ -241,7 +241,9 @@ class Config:
         "all slots",
     )
     isolate_keys: bool = _server(
-        False, switch(), "Never reuse the KV of one API key's prompts for another's, so that no key can find out what another asked."
+        False,
+        switch(),
+        "Never reuse the KV of one API key's prompts for another's, so that no key can find out what another asked.",
     )
     allow_open: bool = _server(False, switch(), "Listen beyond loopback without any API key.")
     cors_origin: tuple[str, ...] = _server(
