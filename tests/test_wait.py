@@ -18,7 +18,7 @@ from chairlift import wait as waiting
 from chairlift.cli import main
 from chairlift.config import notify_socket
 from chairlift.errors import ConfigError
-from chairlift.server import arrivals
+from chairlift.server import listener
 from chairlift.server.notify import Manager
 from chairlift.wait import Outcome, Server, wait
 
@@ -258,7 +258,7 @@ def test_who_has_connected_is_kept_and_nobody_else_comes() -> None:
     """A request lost in the instant of a restart: connected, sent, and reset when the socket was closed."""
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as early, socket.socket() as late:
         early.connect(listening.getsockname())
-        arrivals.stop(listening)
+        listener.stop_accepting(listening)
         late.setblocking(False)
         assert late.connect_ex(listening.getsockname()) == errno.EINPROGRESS
         with selectors.DefaultSelector() as selector:

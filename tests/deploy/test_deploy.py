@@ -20,7 +20,7 @@ import chairlift
 from chairlift import config
 from chairlift.server import app as server_app
 from chairlift.server import service
-from chairlift.server.problem import Interrupted, error_response
+from chairlift.server.http_errors import Interrupted, error_response
 from support.in_process_server import CHAT, HELLO, fake_app, serving
 from support.paths import ROOT
 from support.proxies import haproxy_file, nginx_files, tool

@@ -17,7 +17,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 from starlette.routing import Route
 
 from chairlift.config import Config
-from chairlift.server import shapes
+from chairlift.server import responses
 from chairlift.server.app import build_app
 from chairlift.server.openapi import description
 from support.in_process_server import CHAT, TEXT, client, fake_app, run
@@ -27,7 +27,7 @@ from support.stream_cases import NAMES, path_of
 load_all_checks()
 _TAKEN = [CHECKS.get_one("positive_data_acceptance")]
 """Not checked: what depends on the model (names, room, token ids) is no part of the description."""
-CHUNKS: dict[str, type[BaseModel]] = {CHAT: shapes.ChatChunk, TEXT: shapes.TextChunk}
+CHUNKS: dict[str, type[BaseModel]] = {CHAT: responses.ChatChunk, TEXT: responses.TextChunk}
 MODES = list(schemathesis.GenerationMode)
 
 
@@ -136,11 +136,11 @@ def test_the_description_names_every_path_and_no_other() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_streams_have_their_shape(name: str) -> None:
     """Fault: a description of chunks that leaves out what some ends send (see stream_cases.py)."""
-    chunk = shapes.ChatChunk if name.startswith("chat") else shapes.TextChunk
+    chunk = responses.ChatChunk if name.startswith("chat") else responses.TextChunk
     *events, _ = path_of(name).read_text().removesuffix("\n\n").split("\n\n")
     for event in events:
         data = event.removeprefix("data: ")
-        (shapes.ErrorEvent if "error" in json.loads(data) else chunk).model_validate_json(data)
+        (responses.ErrorEvent if "error" in json.loads(data) else chunk).model_validate_json(data)
 
 
 @pytest.mark.parametrize(
@@ -156,5 +156,5 @@ def test_recorded_streams_have_their_shape(name: str) -> None:
 def test_whole_answers_have_their_shape(server: Scripted, path: str, fields: dict[str, Any]) -> None:
     """Fault: a field that is sent and not described, whatever is asked for."""
     body = {"messages": [{"role": "user", "content": "Hi"}]} if path == CHAT else {"prompt": "Hi"}
-    shape = shapes.ChatCompletion if path == CHAT else shapes.TextCompletion
+    shape = responses.ChatCompletion if path == CHAT else responses.TextCompletion
     shape.model_validate(server.whole(path, {**body, **fields}))

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from chairlift.config import Config
 from chairlift.engine.request import Request
 from chairlift.keys import ApiKey
-from chairlift.server.board import Board
+from chairlift.server.queue_status import Board
 from chairlift.server.sse import Pace
 from support.in_process_server import (
     CHAT,

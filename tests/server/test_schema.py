@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from chairlift.config import Config
 from chairlift.errors import ContextLengthExceeded, ModelNotFound, RequestError
 from chairlift.server.body import parse_json
-from chairlift.server.prepare import Job, Preparer
-from chairlift.server.problem import (
+from chairlift.server.http_errors import (
     MAX_MESSAGE_CHARS,
     InvalidJson,
     UnknownParameter,
@@ -22,6 +21,7 @@ from chairlift.server.problem import (
     encode,
     error_body,
 )
+from chairlift.server.prepare import Job, Preparer
 from chairlift.server.schema import ChatRequest, CompletionRequest, field_table, parse
 from support.in_process_server import HELLO, fake_loaded
 

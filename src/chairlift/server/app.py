@@ -30,12 +30,12 @@ from chairlift.boot import Loaded
 from chairlift.config import Config, notify_socket
 from chairlift.errors import ChairliftError, ConfigError, EngineError
 from chairlift.keys import Keyring
-from chairlift.server import arrivals, health, log, openai, queue
-from chairlift.server.http import Protocol
+from chairlift.server import health, listener, log, openai, queue_endpoint
+from chairlift.server.http_errors import NoSuchPath, WrongMethod, error_response
 from chairlift.server.middleware import Auth, Errors, RequestId
 from chairlift.server.notify import Manager
 from chairlift.server.openapi import openapi
-from chairlift.server.problem import NoSuchPath, WrongMethod, error_response
+from chairlift.server.protocol import Protocol
 from chairlift.server.service import Service
 from chairlift.server.sse import Pace
 
@@ -88,7 +88,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/v1/completions", openai.Generate(service, "completion"), methods=["POST"]),
         Route("/v1/models", openai.models),
         Route("/v1/models/{name:path}", openai.model),
-        Route("/v1/queue", queue.queue),
+        Route("/v1/queue", queue_endpoint.queue),
         Route("/health", health.health),
         Route("/live", health.live),
         Route("/metrics", health.exposition),
@@ -154,7 +154,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends, once everybody who had connected has been answered."""
         for sock in sockets or ():
-            arrivals.stop(sock)
+            listener.stop_accepting(sock)
         if not self.force_exit:
             await asyncio.sleep(_LAST_CALL_S)
         await super().shutdown(sockets)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import Receive, Scope
 
-from chairlift.server.problem import BodyTooLarge, ClientGone, InvalidJson, WrongContentType, clip
+from chairlift.server.http_errors import BodyTooLarge, ClientGone, InvalidJson, WrongContentType, clip
 
 _JSON_TYPE = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 

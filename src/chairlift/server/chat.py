@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from chairlift.errors import RequestError
-from chairlift.server.problem import UnsupportedParameter, clip
+from chairlift.server.http_errors import UnsupportedParameter, clip
 from chairlift.server.schema import ROLES, ChatRequest
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"})

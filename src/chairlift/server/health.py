@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from chairlift import __version__
 from chairlift.server import metrics
-from chairlift.server.problem import JsonResponse
+from chairlift.server.http_errors import JsonResponse
 from chairlift.server.service import Service
 
 

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chairlift.errors import ChairliftError, Unauthorized
 from chairlift.keys import Keyring
 from chairlift.server.body import header
+from chairlift.server.http_errors import ClientGone, error_response, status_of
 from chairlift.server.log import write
-from chairlift.server.problem import ClientGone, error_response, status_of
 
 log = logging.getLogger(__name__)
 

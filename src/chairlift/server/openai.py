@@ -15,8 +15,8 @@ from chairlift import card
 from chairlift.errors import ModelNotFound, RequestError
 from chairlift.server.answer import Answer
 from chairlift.server.body import check_content_type, header, read_body
+from chairlift.server.http_errors import JsonResponse, clip
 from chairlift.server.middleware import Caller, caller
-from chairlift.server.problem import JsonResponse, clip
 from chairlift.server.service import Service, until_gone
 from chairlift.server.sse import collect, stream
 

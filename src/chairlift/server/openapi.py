@@ -1,6 +1,6 @@
 """GET /openapi.json: the API as machines read it, made from the models of requests and of responses.
 
-Requests are read by the same models (schema.py), and tests hold every response against the others (shapes.py).
+Requests are read by the same models (schema.py), and tests hold every response against the others (responses.py).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift import __version__
-from chairlift.server import shapes
-from chairlift.server.problem import JsonResponse
+from chairlift.server import responses
+from chairlift.server.http_errors import JsonResponse
 from chairlift.server.schema import ChatRequest, CompletionRequest
 
 _REF = "#/components/schemas/"
 _MODELS: list[type[BaseModel]] = [
     ChatRequest,
-    shapes.ChatCompletion,
-    shapes.ChatChunk,
+    responses.ChatCompletion,
+    responses.ChatChunk,
     CompletionRequest,
-    shapes.TextCompletion,
-    shapes.TextChunk,
-    shapes.ErrorBody,
-    shapes.ErrorEvent,
-    shapes.ModelList,
-    shapes.Queue,
-    shapes.Health,
-    shapes.Live,
-    shapes.Version,
-    shapes.Root,
+    responses.TextCompletion,
+    responses.TextChunk,
+    responses.ErrorBody,
+    responses.ErrorEvent,
+    responses.ModelList,
+    responses.Queue,
+    responses.Health,
+    responses.Live,
+    responses.Version,
+    responses.Root,
 ]
 
 
@@ -55,31 +55,31 @@ def description() -> dict[str, Any]:
         },
         "paths": {
             "/v1/chat/completions": {
-                "post": _generate("Answers a conversation.", ChatRequest, shapes.ChatCompletion, shapes.ChatChunk)
+                "post": _generate("Answers a conversation.", ChatRequest, responses.ChatCompletion, responses.ChatChunk)
             },
             "/v1/completions": {
-                "post": _generate("Continues a text.", CompletionRequest, shapes.TextCompletion, shapes.TextChunk)
+                "post": _generate("Continues a text.", CompletionRequest, responses.TextCompletion, responses.TextChunk)
             },
             "/v1/models": {
-                "get": _get("The names of the model served, and how it is sized.", shapes.ModelList, 401, 503)
+                "get": _get("The names of the model served, and how it is sized.", responses.ModelList, 401, 503)
             },
             "/v1/models/{name}": {
-                "get": {**_get("One of them.", shapes.ModelEntry, 401, 404, 503), "parameters": [_NAME]}
+                "get": {**_get("One of them.", responses.ModelEntry, 401, 404, 503), "parameters": [_NAME]}
             },
-            "/v1/queue": {"get": _get("Who waits, in which place, and for how long still.", shapes.Queue, 401, 503)},
-            "/health": {"get": _state("200 when requests are taken and make progress.", shapes.Health)},
-            "/live": {"get": _state("503 only when a restart is needed.", shapes.Live)},
+            "/v1/queue": {"get": _get("Who waits, in which place, and for how long still.", responses.Queue, 401, 503)},
+            "/health": {"get": _state("200 when requests are taken and make progress.", responses.Health)},
+            "/live": {"get": _state("503 only when a restart is needed.", responses.Live)},
             "/metrics": {
                 "get": {
                     "summary": "For Prometheus.",
                     "responses": {"200": _reply("text/plain", {"type": "string"}), **_errors(503)},
                 }
             },
-            "/version": {"get": _get("This server's version.", shapes.Version)},
+            "/version": {"get": _get("This server's version.", responses.Version)},
             "/openapi.json": {
                 "get": {"summary": "This.", "responses": {"200": _reply("application/json", {"type": "object"})}}
             },
-            "/": {"get": _get("Where to go from here.", shapes.Root)},
+            "/": {"get": _get("Where to go from here.", responses.Root)},
         },
     }
 
@@ -101,7 +101,7 @@ def _generate(
     summary: str, request: type[BaseModel], answer: type[BaseModel], chunk: type[BaseModel]
 ) -> dict[str, Any]:
     """One of the two endpoints; the schema beside `text/event-stream` is that of one event."""
-    chunks = {"anyOf": [_ref(chunk), _ref(shapes.ErrorEvent)]}
+    chunks = {"anyOf": [_ref(chunk), _ref(responses.ErrorEvent)]}
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunks}
     event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}}}
     content = {"application/json": {"schema": _ref(answer)}, "text/event-stream": {"schema": event}}
@@ -139,7 +139,7 @@ def _error(status: int) -> dict[str, Any]:
     return {
         "description": "Why not",
         "headers": headers,
-        "content": {"application/json": {"schema": _ref(shapes.ErrorBody)}},
+        "content": {"application/json": {"schema": _ref(responses.ErrorBody)}},
     }
 
 

@@ -17,7 +17,7 @@ from chairlift.keys import prefix_salt
 from chairlift.models.tokenizer import Tokenizer
 from chairlift.server.body import parse_json
 from chairlift.server.chat import ignored, render
-from chairlift.server.problem import UnknownParameter, clip
+from chairlift.server.http_errors import UnknownParameter, clip
 from chairlift.server.schema import (
     AnyRequest,
     ChatRequest,

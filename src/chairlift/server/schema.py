@@ -23,7 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from chairlift.engine.request import MAX_LOGPROBS
 from chairlift.errors import RequestError
-from chairlift.server.problem import UnknownParameter, UnsupportedParameter, clip
+from chairlift.server.http_errors import UnknownParameter, UnsupportedParameter, clip
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000

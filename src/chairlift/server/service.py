@@ -24,12 +24,12 @@ from chairlift.config import Config
 from chairlift.engine.engine import Engine, EngineSnapshot
 from chairlift.engine.request import Request
 from chairlift.errors import Draining, EngineError, QueueWait, Unavailable
-from chairlift.server.board import Board
 from chairlift.server.dispatch import Dispatch, Listener
+from chairlift.server.http_errors import ClientGone, Interrupted, Loading
 from chairlift.server.log import RequestLog, Summary
 from chairlift.server.metrics import Metrics
 from chairlift.server.prepare import Job, Preparer
-from chairlift.server.problem import ClientGone, Interrupted, Loading
+from chairlift.server.queue_status import Board
 from chairlift.server.sse import Pace
 
 log = logging.getLogger(__name__)

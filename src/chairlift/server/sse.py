@@ -24,7 +24,7 @@ from chairlift.engine.request import FinishReason
 from chairlift.errors import ChairliftError
 from chairlift.server.answer import Answer
 from chairlift.server.dispatch import Delta, Listener
-from chairlift.server.problem import ClientGone, Interrupted, encode, error_body
+from chairlift.server.http_errors import ClientGone, Interrupted, encode, error_body
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from chairlift.engine.door import Place
+from chairlift.server.http_errors import JsonResponse
 from chairlift.server.middleware import caller
-from chairlift.server.problem import JsonResponse
 from chairlift.server.service import Service
 
 

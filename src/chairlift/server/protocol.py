@@ -11,7 +11,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from chairlift.errors import RequestError
-from chairlift.server.problem import HeadTooLarge, InvalidHttp, encode, error_body
+from chairlift.server.http_errors import HeadTooLarge, InvalidHttp, encode, error_body
 
 MAX_HEAD_BYTES = 64 << 10
 

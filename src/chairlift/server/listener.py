@@ -29,7 +29,7 @@ _DROP_SYN = (
 )
 
 
-def stop(sock: socket.socket) -> None:
+def stop_accepting(sock: socket.socket) -> None:
     """Lets nobody new into the queue of a listening TCP socket.
 
     Where the kernel knows no socket filters nothing happens, and a connection made in the instant of closing is reset.
