@@ -10,7 +10,8 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import Receive, Scope
 
-from chairlift.server.http_errors import BodyTooLarge, ClientGone, InvalidJson, WrongContentType, clip
+from chairlift.server.http_errors import BodyTooLarge, ClientGone, InvalidJson, WrongContentType
+from chairlift.text import one_line
 
 _JSON_TYPE = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 
@@ -67,7 +68,7 @@ def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
-            raise InvalidJson(f"the body names `{clip(name)}` twice in one object")
+            raise InvalidJson(f"the body names `{one_line(name)}` twice in one object")
         seen.add(name)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from chairlift.errors import RequestError
-from chairlift.server.http_errors import UnsupportedParameter, clip
+from chairlift.server.http_errors import UnsupportedParameter
 from chairlift.server.schema import ROLES, ChatRequest
+from chairlift.text import one_line
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"})
 
@@ -59,7 +60,7 @@ def render(request: ChatRequest, template: Template | None) -> str:
     extra = request.chat_template_kwargs or {}
     for name in extra:
         if name in _RESERVED or not name.isidentifier():
-            raise RequestError(f"`chat_template_kwargs` may not set `{clip(name)}`", param="chat_template_kwargs")
+            raise RequestError(f"`chat_template_kwargs` may not set `{one_line(name)}`", param="chat_template_kwargs")
     options = {**extra, "add_generation_prompt": request.add_generation_prompt is not False}
     messages = [_plain(message, f"messages[{i}]", template.source) for i, message in enumerate(request.messages)]
     try:
@@ -137,7 +138,7 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise RequestError(f"`{where}` must be an object with a `type`", param=where)
     if part["type"] != "text":
-        kind = clip(part["type"])
+        kind = one_line(part["type"])
         raise RequestError(f"`{where}` is of type {kind!r}; this server supports text parts only", param=where)
     if not isinstance(part.get("text"), str):
         raise RequestError(f"`{where}.text` must be a string", param=f"{where}.text")

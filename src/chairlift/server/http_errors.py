@@ -22,9 +22,9 @@ from chairlift.errors import (
     Unauthorized,
     Unavailable,
 )
+from chairlift.text import one_line
 
 MAX_MESSAGE_CHARS = 1000
-MAX_NAME_CHARS = 100
 
 
 class InvalidHttp(RequestError):
@@ -64,7 +64,7 @@ class UnknownParameter(RequestError):
     code = "unknown_parameter"
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"unknown field `{clip(name)}`", param=clip(name))
+        super().__init__(f"unknown field `{one_line(name)}`", param=one_line(name))
 
 
 class BodyTooLarge(RequestError):
@@ -124,18 +124,12 @@ class ClientGone(Exception):
     """The client closed its connection; there is nobody to answer."""
 
 
-def clip(text: str, limit: int = MAX_NAME_CHARS) -> str:
-    """The text on one line, at most `limit` characters, safe to encode."""
-    short = text if len(text) <= limit else text[: limit - 3] + "..."
-    return "".join(c if c.isprintable() else " " for c in short.encode("utf-8", "replace").decode())
-
-
 def error_body(error: Exception) -> dict[str, Any]:
     """The body for any exception; what is not ours is only called an internal error."""
     known = error if isinstance(error, ChairliftError) else ChairliftError("internal error; the log has more")
     is_ours = known.http_status >= 500
     detail: dict[str, Any] = {
-        "message": clip(str(known), MAX_MESSAGE_CHARS),
+        "message": one_line(str(known), MAX_MESSAGE_CHARS),
         "type": "server_error" if is_ours else "invalid_request_error",
         "param": known.param if isinstance(known, RequestError) else None,
         "code": known.code,

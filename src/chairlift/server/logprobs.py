@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from chairlift.engine.request import TokenLogprob
 from chairlift.models.tokenizer import Tokenizer
-
-_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+from chairlift.text import utf8_decoder
 
 Entries = Sequence[TokenLogprob | None]
 """One per token; None for a prompt's first token, which nothing predicts."""
@@ -48,7 +46,7 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._decoder = _utf8_decoder(errors="replace")
+        self._decoder = utf8_decoder()
         self._num_chars = 0
 
     def piece(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from chairlift import card
 from chairlift.errors import ModelNotFound, RequestError
 from chairlift.server.answer import Answer
 from chairlift.server.body import check_content_type, header, read_body
-from chairlift.server.http_errors import JsonResponse, clip
+from chairlift.server.http_errors import JsonResponse
 from chairlift.server.middleware import Caller, caller
 from chairlift.server.service import Service, until_gone
 from chairlift.server.sse import collect, stream
+from chairlift.text import one_line
 
 TIMESTAMPS_HEADER = "x-chairlift-timestamps"
 """1: each event of a stream says when it was sent. For clients that cannot add a field to the body."""
@@ -104,5 +105,5 @@ async def model(request: Request) -> Response:
     name = request.path_params["name"]
     known = {model["id"]: model for model in _models(request.app.state.service)}
     if name not in known:
-        raise ModelNotFound(clip(name), list(known))
+        raise ModelNotFound(one_line(name), list(known))
     return JsonResponse(known[name])

@@ -17,7 +17,7 @@ from chairlift.keys import prefix_salt
 from chairlift.models.tokenizer import Tokenizer
 from chairlift.server.body import parse_json
 from chairlift.server.chat import ignored, render
-from chairlift.server.http_errors import UnknownParameter, clip
+from chairlift.server.http_errors import UnknownParameter
 from chairlift.server.schema import (
     AnyRequest,
     ChatRequest,
@@ -27,6 +27,7 @@ from chairlift.server.schema import (
     stop_strings,
     warn,
 )
+from chairlift.text import one_line
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is 0: dividing logits by less would leave the range of float32."""
@@ -147,7 +148,7 @@ class Preparer:
         if body.model is None:
             return self.loaded.names[0]
         if body.model not in self.loaded.names:
-            raise ModelNotFound(clip(body.model), self.loaded.names)
+            raise ModelNotFound(one_line(body.model), self.loaded.names)
         return body.model
 
     def _check_count(self, body: AnyRequest, num_prompts: int) -> None:
@@ -167,7 +168,7 @@ class Preparer:
         if num_tokens == 0:
             raise RequestError(f"`{param}` holds no token", param=param)
         if num_tokens >= limit:
-            raise _too_long(num_tokens, limit, param)
+            raise ContextLengthExceeded(num_tokens, limit, param=param)
         if self.config.strict and (body.wanted_tokens or 0) > limit - num_tokens:
             raise RequestError(
                 f"`max_tokens` must be at most {limit - num_tokens}: the prompt has {num_tokens} of {limit} tokens",
@@ -178,7 +179,7 @@ class Preparer:
         tokenizer, limit = self.loaded.tokenizer, self.loaded.plan.max_model_len
         least = len(text) // (self.max_token_bytes * _SHRINK)
         if least >= limit:
-            raise _too_long(least, limit, param, has="has at least")
+            raise ContextLengthExceeded(least, limit, param=param, is_estimate=True)
         return tokenizer.encode(text, add_bos=add_bos and tokenizer.add_bos, parse_special=True)
 
     def _ids(self, ids: list[int]) -> list[int]:
@@ -191,13 +192,6 @@ class Preparer:
 def _several(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
     """The prompts of a request, whichever of the four ways it was written."""
     return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
-
-
-def _too_long(num_tokens: int, limit: int, param: str, *, has: str = "has") -> ContextLengthExceeded:
-    error = ContextLengthExceeded(num_tokens, limit)
-    error.message = error.message.replace("has", has, 1)
-    error.param = param
-    return error
 
 
 def _with_choice(params: SamplingParams, choice: int, *, room: int) -> SamplingParams:

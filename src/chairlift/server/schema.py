@@ -23,7 +23,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from chairlift.engine.request import MAX_LOGPROBS
 from chairlift.errors import RequestError
-from chairlift.server.http_errors import UnknownParameter, UnsupportedParameter, clip
+from chairlift.server.http_errors import UnknownParameter, UnsupportedParameter
+from chairlift.text import one_line
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
@@ -318,7 +319,7 @@ def parse(model: type[B], data: object, *, strict: bool) -> tuple[B, list[str]]:
 
 def warn(names: list[str], wording: str) -> list[str]:
     """A warning for each name, and one for those beyond the first few."""
-    warnings = [wording.format(clip(name)) for name in names[:MAX_NAMED]]
+    warnings = [wording.format(one_line(name)) for name in names[:MAX_NAMED]]
     num_more = len(names) - MAX_NAMED
     return [*warnings, f"{num_more} further fields were ignored"] if num_more > 0 else warnings
 
