@@ -19,7 +19,7 @@ from chairlift.cli import main
 from chairlift.config import notify_socket
 from chairlift.errors import ConfigError
 from chairlift.server import listener
-from chairlift.server.notify import Manager
+from chairlift.server.notify import ServiceManager
 from chairlift.wait import Server, WaitOutcome, wait
 
 Answer = tuple[int, bytes]
@@ -222,7 +222,7 @@ def test_news_reach_the_manager(tmp_path: Path, is_abstract: bool) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(f"\0{name}" if is_abstract else str(tmp_path / "notify"))
         sock.setblocking(False)
-        manager = Manager(f"@{name}" if is_abstract else str(tmp_path / "notify"))
+        manager = ServiceManager(f"@{name}" if is_abstract else str(tmp_path / "notify"))
         for state in ["loading", "loading", "ready", "ready", "stalled", "ready", "draining", "draining"]:
             manager.tell(state)
         manager.alive()
@@ -238,10 +238,10 @@ def test_news_reach_the_manager(tmp_path: Path, is_abstract: bool) -> None:
 def test_a_manager_that_is_gone_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A server that ends because nobody listens to its status."""
     with caplog.at_level(logging.WARNING):
-        Manager(str(tmp_path / "nobody")).tell("ready")
+        ServiceManager(str(tmp_path / "nobody")).tell("ready")
     assert "READY=1" in caplog.text
     caplog.clear()
-    Manager(None).tell("ready")
+    ServiceManager(None).tell("ready")
     assert not caplog.records
 
 

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from chairlift.config import Config
 from chairlift.server import responses
-from chairlift.server.app import build_app
+from chairlift.server.app import create_app
 from chairlift.server.openapi import description
 from support.in_process_server import CHAT, TEXT, client, fake_app, run
 from support.scripted_model import EOS, Scripted
@@ -117,7 +117,7 @@ def test_what_is_read_while_loading_has_its_shape(api: Any) -> None:
         raise AssertionError("the lifespan was not run")
 
     async def test() -> None:
-        async with client(build_app(never, Config())) as http:
+        async with client(create_app(never, Config())) as http:
             for path in GETS:
                 case = api[path]["GET"].Case(path_parameters={"name": "fake"} if "{name}" in path else {})
                 answer = await http.get(path.replace("{name}", "fake"))

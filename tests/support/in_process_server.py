@@ -71,7 +71,8 @@ def fake_app(
     **plan: Any,
 ) -> Starlette:
     """The application on the fake model."""
-    return create_app(loaded or fake_loaded(before_run, **plan), config or Config(), pace=pace)
+    model = loaded or fake_loaded(before_run, **plan)
+    return create_app(lambda: model, config or Config(), pace=pace)
 
 
 @asynccontextmanager

@@ -20,7 +20,9 @@ import uvicorn
 
 from chairlift.config import Config
 from chairlift.kernels.ops import LogitResult, StepArrays
-from chairlift.server.app import _bound, _uvicorn_config, create_app
+from chairlift.server import listener
+from chairlift.server.app import create_app
+from chairlift.server.process import uvicorn_config
 from support.in_process_server import fake_loaded
 from support.paths import TESTS
 from support.scripted_model import EOS, Script, ScriptedModel
@@ -59,9 +61,9 @@ def talking(config: Config | None = None) -> Iterator[str]:
     """The address of a server that runs in a thread for as long as the block lasts."""
     loaded = fake_loaded()
     loaded = replace(loaded, model=Talker(loaded.plan.num_blocks, loaded.tokenizer.vocab_bytes))
-    app = create_app(loaded, config or Config(body_limit_bytes=20_000))
-    server = uvicorn.Server(_uvicorn_config(app))
-    with _bound("127.0.0.1", 0) as sock:
+    app = create_app(lambda: loaded, config or Config(body_limit_bytes=20_000))
+    server = uvicorn.Server(uvicorn_config(app))
+    with listener.bind("127.0.0.1", 0) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:

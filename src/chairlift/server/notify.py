@@ -21,7 +21,7 @@ _STATUS = {
 _NEWS = {"ready": "READY=1", "draining": "STOPPING=1", "dead": "STOPPING=1"}
 
 
-class Manager:
+class ServiceManager:
     """The service manager, if there is one."""
 
     def __init__(self, address: str | None) -> None:
