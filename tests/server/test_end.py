@@ -129,7 +129,7 @@ def test_a_bug_while_streaming_ends_the_stream_in_order(
     async def test() -> None:
         app = fake_app()
         async with serving(app):
-            monkeypatch.setattr("chairlift.server.answer.Answer.chunks", None)
+            monkeypatch.setattr("chairlift.server.answer.ChatBuilder.chunks", None)
             call = await Call(app, CHAT, STREAM).done()
             assert [shape(event) for event in call.events] == ["role", "error", "done"]
             assert "internal error" in call.events[1]["error"]["message"]

@@ -108,7 +108,7 @@ def test_a_death_is_noticed_whatever_else_fails(monkeypatch: pytest.MonkeyPatch)
                 tried.append(given)
                 raise RuntimeError("broken")
 
-            monkeypatch.setattr(service.serving.summary, "write", fail)
+            monkeypatch.setattr(service.serving.work_log, "write", fail)
             await until(lambda: len(tried) > 2)
             monkeypatch.setattr(service.serving.engine._scheduler, "schedule", None)
             assert_error(await http.post(CHAT, json=HELLO), 500, "engine_error")

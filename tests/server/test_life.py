@@ -215,11 +215,11 @@ def test_the_summary_tells_of_work_only(caplog: pytest.LogCaptureFixture, monkey
         app = fake_app()
         async with serving(app) as http:
             serving_ = app.state.service.serving
-            serving_.summary.write(serving_.engine.snapshot(), 10.0)
+            serving_.work_log.write(serving_.engine.snapshot(), 10.0)
             assert "work " not in caplog.text
             await http.post(TEXT, json={"prompt": "a" * 50, "max_tokens": 20})
-            serving_.summary.write(serving_.engine.snapshot(), 10.0)
-            serving_.summary.write(serving_.engine.snapshot(), 10.0)
+            serving_.work_log.write(serving_.engine.snapshot(), 10.0)
+            serving_.work_log.write(serving_.engine.snapshot(), 10.0)
 
     with caplog.at_level(logging.INFO, "chairlift"):
         run(test())

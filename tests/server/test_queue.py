@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from chairlift.config import Config
 from chairlift.engine.request import Request
 from chairlift.keys import ApiKey
-from chairlift.server.queue_status import Board
+from chairlift.server.queue_status import QueueStatus
 from chairlift.server.sse import Pace
 from support.in_process_server import (
     CHAT,
@@ -59,13 +59,13 @@ def positions(call: Call) -> list[int]:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes | None]]:
     """Every look that a stream takes at its place: its id, and what it is told."""
     looks: list[tuple[str, bytes | None]] = []
-    comment = Board.comment
+    comment = QueueStatus.comment
 
-    def looked(board: Board, requests: Sequence[Request]) -> bytes | None:
-        looks.append((requests[0].id, comment(board, requests)))
+    def looked(status: QueueStatus, requests: Sequence[Request]) -> bytes | None:
+        looks.append((requests[0].id, comment(status, requests)))
         return looks[-1][1]
 
-    monkeypatch.setattr(Board, "comment", looked)
+    monkeypatch.setattr(QueueStatus, "comment", looked)
     return looks
 
 

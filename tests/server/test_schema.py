@@ -18,10 +18,10 @@ from chairlift.server.http_errors import (
     InvalidJson,
     UnknownParameter,
     UnsupportedParameter,
-    encode,
     error_body,
 )
-from chairlift.server.prepare import Job, Preparer
+from chairlift.server.prepare import PreparedRequest, Preparer
+from chairlift.server.responses import encode
 from chairlift.server.schema import ChatRequest, CompletionRequest, field_table, parse
 from support.in_process_server import HELLO, fake_loaded
 
@@ -32,12 +32,12 @@ def preparer(config: Config | None = None, **options: Any) -> Preparer:
     return Preparer.of(fake_loaded(**options), config or Config())
 
 
-def chat(fields: dict[str, Any], config: Config | None = None, **options: Any) -> Job:
+def chat(fields: dict[str, Any], config: Config | None = None, **options: Any) -> PreparedRequest:
     body = json.dumps({"messages": [USER], **fields}).encode()
     return preparer(config, **options).chat(body, "x")
 
 
-def text(fields: dict[str, Any], config: Config | None = None, **options: Any) -> Job:
+def text(fields: dict[str, Any], config: Config | None = None, **options: Any) -> PreparedRequest:
     body = json.dumps({"prompt": "Hi", **fields}).encode()
     return preparer(config, **options).completion(body, "x")
 

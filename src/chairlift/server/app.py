@@ -11,14 +11,12 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from chairlift.boot import Loaded
 from chairlift.config import Config
-from chairlift.server import health, openai, queue_endpoint
 from chairlift.server.http_errors import NoSuchPath, WrongMethod, error_response
 from chairlift.server.middleware import Auth, Errors, RequestId
-from chairlift.server.openapi import openapi
+from chairlift.server.routes import OPEN_PATHS, routes
 from chairlift.server.service import Service
 from chairlift.server.sse import Pace
 
@@ -33,7 +31,7 @@ def create_app(load: Callable[[], Loaded], config: Config, *, pace: Pace | None 
             yield
 
     app = Starlette(
-        routes=_routes(service),
+        routes=routes(),
         middleware=_middleware(service),
         exception_handlers={HTTPException: _http_error},
         lifespan=lifespan,
@@ -41,22 +39,6 @@ def create_app(load: Callable[[], Loaded], config: Config, *, pace: Pace | None 
     app.router.redirect_slashes = False
     app.state.service = service
     return app
-
-
-def _routes(service: Service) -> list[Route]:
-    return [
-        Route("/v1/chat/completions", openai.Generate(service, "chat"), methods=["POST"]),
-        Route("/v1/completions", openai.Generate(service, "completion"), methods=["POST"]),
-        Route("/v1/models", openai.models),
-        Route("/v1/models/{name:path}", openai.model),
-        Route("/v1/queue", queue_endpoint.queue),
-        Route("/health", health.health),
-        Route("/live", health.live),
-        Route("/metrics", health.exposition),
-        Route("/version", health.version),
-        Route("/openapi.json", openapi),
-        Route("/", health.root),
-    ]
 
 
 def _middleware(service: Service) -> list[Middleware]:
@@ -75,7 +57,7 @@ def _middleware(service: Service) -> list[Middleware]:
     stack.append(Middleware(Errors, on_refused=service.refused))
     keys = service.config.keyring()
     if keys:
-        stack.append(Middleware(Auth, keys=keys))
+        stack.append(Middleware(Auth, keys=keys, open_paths=OPEN_PATHS))
     return stack
 
 

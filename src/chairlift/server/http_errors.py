@@ -1,17 +1,12 @@
-"""Errors as HTTP says them: the ones that only a protocol can have, and the one body that every error is sent in.
+"""Errors as HTTP says them: those that only an HTTP server can have, and the one body that every error is sent in.
 
     {"error": {"message": str, "type": str, "param": str | null, "code": str, ...}}        OpenAI's shape
 
-`type` is invalid_request_error below 500 and server_error from 500 on; `code` is the class's. A body always serialises,
-never holds the client's input at length and never an exception that is not ours.
+`type` is invalid_request_error below 500 and server_error from 500 on; `code` is the class's. A body can always be
+encoded. It holds no long text of the client's, and no text of an exception that is not a ChairliftError.
 """
 
 from __future__ import annotations
-
-import json
-from typing import Any
-
-from starlette.responses import Response
 
 from chairlift.errors import (
     Busy,
@@ -22,13 +17,14 @@ from chairlift.errors import (
     Unauthorized,
     Unavailable,
 )
+from chairlift.server.responses import ErrorBody, ErrorDetail, JsonResponse
 from chairlift.text import one_line
 
 MAX_MESSAGE_CHARS = 1000
 
 
 class InvalidHttp(RequestError):
-    """Bytes that are no request."""
+    """400: the bytes received are not an HTTP request."""
 
     code = "invalid_http"
 
@@ -44,13 +40,13 @@ class HeadTooLarge(RequestError):
 
 
 class InvalidJson(RequestError):
-    """A body that is not JSON."""
+    """400: the body is not JSON."""
 
     code = "invalid_json"
 
 
 class UnsupportedParameter(RequestError):
-    """A field this server knows, with a value that it would have to ignore."""
+    """400: the server knows the field and does not support this value."""
 
     code = "unsupported_parameter"
 
@@ -59,7 +55,7 @@ class UnsupportedParameter(RequestError):
 
 
 class UnknownParameter(RequestError):
-    """A field this server does not know; only with --strict."""
+    """400, with --strict only: the server does not know the field."""
 
     code = "unknown_parameter"
 
@@ -78,9 +74,9 @@ class BodyTooLarge(RequestError):
 
 
 class WrongContentType(RequestError):
-    """415: a body that does not say it is JSON, or that is compressed.
+    """415: the body is not declared as JSON, or is compressed.
 
-    A web page can send other types to any address without asking, so that this check also keeps foreign pages out.
+    Browsers let a web page send other types to any address without a preflight, so this also keeps foreign pages out.
     """
 
     code = "unsupported_media_type"
@@ -88,21 +84,21 @@ class WrongContentType(RequestError):
 
 
 class NoSuchPath(RequestError):
-    """404: nothing is served under this path."""
+    """404: the server has no such path."""
 
     code = "not_found"
     http_status = 404
 
 
 class WrongMethod(RequestError):
-    """405: the path is served, but not with this method."""
+    """405: the path exists, but not with this method."""
 
     code = "method_not_allowed"
     http_status = 405
 
 
 class Loading(Unavailable):
-    """503: the model is not ready yet."""
+    """503: the model is not loaded or not warmed up yet."""
 
     code = "loading"
 
@@ -111,9 +107,9 @@ class Loading(Unavailable):
 
 
 class Interrupted(Unavailable):
-    """The server ended a request that it had begun: the time for draining was over.
+    """500: the server ended a request that it had begun, since the time for draining was over.
 
-    Not 503, which tells a proxy that nothing was begun and that it may ask elsewhere.
+    A 503 would tell a proxy that the request was not begun, and that it may be sent elsewhere.
     """
 
     code = "interrupted"
@@ -121,26 +117,27 @@ class Interrupted(Unavailable):
 
 
 class ClientGone(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection: there is no one to answer, and no error."""
 
 
-def error_body(error: Exception) -> dict[str, Any]:
-    """The body for any exception; what is not ours is only called an internal error."""
-    known = error if isinstance(error, ChairliftError) else ChairliftError("internal error; the log has more")
-    is_ours = known.http_status >= 500
-    detail: dict[str, Any] = {
-        "message": one_line(str(known), MAX_MESSAGE_CHARS),
-        "type": "server_error" if is_ours else "invalid_request_error",
-        "param": known.param if isinstance(known, RequestError) else None,
-        "code": known.code,
+def error_body(error: Exception) -> ErrorBody:
+    """The body for any exception. A foreign one is only called an internal error."""
+    ours = error if isinstance(error, ChairliftError) else ChairliftError("internal error; the log has more")
+    detail: ErrorDetail = {
+        "message": one_line(str(ours), MAX_MESSAGE_CHARS),
+        "type": "server_error" if ours.http_status >= 500 else "invalid_request_error",
+        "param": ours.param if isinstance(ours, RequestError) else None,
+        "code": ours.code,
     }
-    if isinstance(known, ContextLengthExceeded):
-        detail |= {"num_prompt_tokens": known.num_prompt_tokens, "limit": known.limit}
-    if isinstance(known, Busy):
-        expected_wait_s = round(known.expected_wait_s, 1)
-        detail |= {"waiting": known.num_waiting, "running": known.num_running, "expected_wait_s": expected_wait_s}
-    if isinstance(known, Unavailable):
-        detail |= {"retry_after_s": known.retry_after_s}
+    if isinstance(ours, ContextLengthExceeded):
+        detail["num_prompt_tokens"] = ours.num_prompt_tokens
+        detail["limit"] = ours.limit
+    if isinstance(ours, Busy):
+        detail["waiting"] = ours.num_waiting
+        detail["running"] = ours.num_running
+        detail["expected_wait_s"] = round(ours.expected_wait_s, 1)
+    if isinstance(ours, Unavailable):
+        detail["retry_after_s"] = ours.retry_after_s
     return {"error": detail}
 
 
@@ -149,31 +146,15 @@ def status_of(error: Exception) -> int:
     return error.http_status if isinstance(error, ChairliftError) else 500
 
 
-def headers_of(error: Exception) -> dict[str, str]:
-    """What an error says beside its body."""
+def _headers_of(error: Exception) -> dict[str, str]:
     if isinstance(error, Unavailable):
-        leave = {"connection": "close"} if isinstance(error, Draining) else {}  # the next request must go elsewhere
-        return {"retry-after": str(error.retry_after_s)} | leave
+        close = {"connection": "close"} if isinstance(error, Draining) else {}  # the next request must go elsewhere
+        return {"retry-after": str(error.retry_after_s)} | close
     if isinstance(error, Unauthorized):
         return {"www-authenticate": "Bearer"}
     return {}
 
 
-def encode(value: object) -> bytes:
-    """JSON in ASCII without spaces; a NaN is a bug and raises."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
-
-
-class JsonResponse(Response):
-    """One whole JSON response."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        """The body's bytes."""
-        return encode(content)
-
-
-def error_response(error: Exception) -> JsonResponse:
-    """One error as a whole response."""
-    return JsonResponse(error_body(error), status_of(error), headers_of(error))
+def error_response(error: Exception) -> JsonResponse[ErrorBody]:
+    """Any exception as a whole response."""
+    return JsonResponse(error_body(error), status_of(error), _headers_of(error))

@@ -107,7 +107,7 @@ def phase(request: Request) -> str:
     return "decode" if request.timing.first_token_s else "prefill"
 
 
-class Summary(Observer):
+class WorkLog(Observer):
     """Adds up what the engine did since the last line. The engine thread adds, the event loop reads."""
 
     def __init__(self) -> None:

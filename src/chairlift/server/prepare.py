@@ -1,6 +1,7 @@
-"""A body to a Job: everything that can be refused is refused here, while a status code can still be sent.
+"""From a body to what the engine needs. Whatever can be refused is refused here, while a status code can still be sent.
 
-Runs in a worker thread: rendering and tokenising a long prompt may take a while, and the event loop serves others.
+Runs in a worker thread, since rendering and tokenising a long prompt may take a while and the event loop has others to
+serve.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from chairlift.server.schema import (
 from chairlift.text import one_line
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this is 0: dividing logits by less would leave the range of float32."""
+"""A temperature below this counts as 0: dividing logits by it would leave the range of float32."""
 
 _SHRINK = 4
-"""Unicode normalisation may compose characters: no more than three UTF-8 bytes become one, with one to spare."""
+"""Unicode normalisation may compose characters. It makes one byte of at most three; four is on the safe side."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One HTTP request, ready for the engine: `len(prompts) * n` choices, prompt by prompt."""
+class PreparedRequest:
+    """One HTTP request, checked and tokenised. It has `len(prompts) * n` choices, prompt by prompt."""
 
     body: AnyRequest
     id: str
     model: str  # as the client called it
     prompts: tuple[tuple[int, ...], ...]
-    echoes: tuple[str, ...]  # the text of each prompt when it is echoed, else empty
+    echoes: tuple[str, ...]  # the text of each prompt; empty unless the answer is to repeat it
     params: SamplingParams
     warnings: tuple[str, ...]
     asks_timestamps: bool = False  # by its header
@@ -69,28 +70,28 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
-    """Turns bodies into jobs for one model; holds no state, so any number of threads may use it."""
+    """Prepares requests for one model. Holds no state: any number of threads may use it at once."""
 
     loaded: Loaded
     config: Config
     max_token_bytes: int
-    secret: bytes = field(repr=False)  # of this process: salts that no client can make are made of it
+    secret: bytes = field(repr=False)  # of this process, so that no client can make the salt of another key
 
     @classmethod
     def of(cls, loaded: Loaded, config: Config) -> Preparer:
         """For one loaded model."""
         return cls(loaded, config, max(map(len, loaded.tokenizer.vocab_bytes)), secrets.token_bytes(32))
 
-    def chat(self, body: bytes, id: str) -> Job:
+    def chat(self, body: bytes, id: str) -> PreparedRequest:
         """From the body of /v1/chat/completions. Raises RequestError."""
         request, warnings = parse(ChatRequest, parse_json(body), strict=self.config.strict)
         model = self._model_name(request)
         text = render(request, self.loaded.template)
         warnings += self._ignored(request)
         prompt = self._encode(text, add_bos=True, param="messages")
-        return self._job(request, f"chatcmpl-{id}", model, [prompt], warnings)
+        return self._prepared(request, f"chatcmpl-{id}", model, [prompt], warnings)
 
-    def completion(self, body: bytes, id: str) -> Job:
+    def completion(self, body: bytes, id: str) -> PreparedRequest:
         """From the body of /v1/completions. Raises RequestError."""
         request, warnings = parse(CompletionRequest, parse_json(body), strict=self.config.strict)
         model = self._model_name(request)
@@ -100,32 +101,34 @@ class Preparer:
             self._encode(prompt, add_bos=add_bos, param="prompt") if isinstance(prompt, str) else self._ids(prompt)
             for prompt in _several(request.prompt)
         ]
-        return self._job(request, f"cmpl-{id}", model, prompts, warnings)
+        return self._prepared(request, f"cmpl-{id}", model, prompts, warnings)
 
-    def requests(self, job: Job, *, key_name: str) -> list[Request]:
-        """The engine's requests, choice by choice; the part of an id before "#" is its prompt's."""
+    def requests(self, prepared: PreparedRequest, *, key_name: str) -> list[Request]:
+        """The engine's requests, choice by choice. The part of an id before "#" names its prompt."""
         made = []
-        for i, prompt in enumerate(job.prompts):
-            group = job.id if len(job.prompts) == 1 else f"{job.id}-{i}"
-            for choice in range(job.n):
-                params = _with_choice(job.params, choice, room=self.loaded.plan.max_model_len - len(prompt))
+        for i, prompt in enumerate(prepared.prompts):
+            group = prepared.id if len(prepared.prompts) == 1 else f"{prepared.id}-{i}"
+            for choice in range(prepared.n):
+                params = _with_choice(prepared.params, choice, room=self.loaded.plan.max_model_len - len(prompt))
                 made.append(
                     self.loaded.request(
                         f"{group}#{choice}",
                         prompt,
                         params,
-                        stream=bool(job.body.stream),
-                        salt=self._salt(key_name, job.body.cache_salt or ""),
+                        stream=bool(prepared.body.stream),
+                        salt=self._salt(key_name, prepared.body.cache_salt or ""),
                         key_name=key_name,
                     )
                 )
         return made
 
     def _salt(self, key_name: str, asked: str) -> str:
-        """What a prompt's prefixes are kept under; a client may divide what its key has, never share another's."""
+        """The prefix cache's salt. A client's own salt divides the prompts of its key."""
         return prefix_salt(self.secret, key_name, asked) if self.config.isolate_keys else asked
 
-    def _job(self, body: AnyRequest, id: str, model: str, prompts: list[list[int]], warnings: list[str]) -> Job:
+    def _prepared(
+        self, body: AnyRequest, id: str, model: str, prompts: list[list[int]], warnings: list[str]
+    ) -> PreparedRequest:
         self._check_count(body, len(prompts))
         param = "messages" if isinstance(body, ChatRequest) else "prompt"
         for prompt in prompts:
@@ -135,10 +138,10 @@ class Preparer:
             given = _several(body.prompt)
             echoes = tuple(p if isinstance(p, str) else self.loaded.tokenizer.decode(p) for p in given)
         params = _sampling(body, self.loaded.tokenizer, self.config)
-        return Job(body, id, model, tuple(map(tuple, prompts)), echoes, params, tuple(warnings))
+        return PreparedRequest(body, id, model, tuple(map(tuple, prompts)), echoes, params, tuple(warnings))
 
     def _ignored(self, request: ChatRequest) -> list[str]:
-        """Warnings about what the template dropped; with --strict the first is an error."""
+        """Warnings about fields that the template does not read; with --strict an error about the first."""
         names = [] if self.loaded.template is None else ignored(request, self.loaded.template)
         if names and self.config.strict:
             raise UnknownParameter(names[0])
@@ -190,12 +193,12 @@ class Preparer:
 
 
 def _several(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
-    """The prompts of a request, whichever of the four ways it was written."""
+    """The prompts of a request, from any of the four ways to write them."""
     return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
 
 
 def _with_choice(params: SamplingParams, choice: int, *, room: int) -> SamplingParams:
-    """The parameters of one choice: never more tokens than there is room for."""
+    """The parameters of one choice, with at most `room` tokens."""
     wanted = room if params.max_tokens is None else min(params.max_tokens, room)
     return replace(params, choice=choice, max_tokens=wanted, min_tokens=min(params.min_tokens, wanted))
 
@@ -228,7 +231,7 @@ def _most(a: int | None, b: int | None) -> int | None:
 
 
 def _seed(body: AnyRequest, config: Config) -> int:
-    """The request's, else the server's, else a fresh one; as unsigned 64 bits."""
+    """The request's seed, else the server's, else a fresh one; as unsigned 64 bits."""
     seed = config.seed if body.seed is None else body.seed
     return secrets.randbits(64) if seed is None else seed % 2**64
 

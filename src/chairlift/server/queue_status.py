@@ -1,4 +1,7 @@
-"""What a stream that waits is told: its place in line, looked up for all streams at once."""
+"""How long the queue is and where in it each request stands: for GET /v1/queue and for the comments of waiting streams.
+
+Expected waits are the engine's estimates from measured speed, and no promise.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,44 @@ from math import ceil
 from chairlift.engine.door import Place
 from chairlift.engine.engine import Engine
 from chairlift.engine.request import Request
+from chairlift.plan import Plan
+from chairlift.server.responses import Queue, Waiting
 
 _FRESH_S = 0.25
-"""How long one look at the line serves: many streams ask once a second, and a look goes through all of it."""
+"""How long one view of the queue serves all streams. Each stream asks once a second; a view passes over the queue."""
 _SOON_S = 1.0
-"""A request that a free slot takes in the next step is not worth a word, unless that step is long in coming."""
+"""A request that the next step will start is told its position only if it has waited for this long."""
 
 
-class Board:
-    """Lives on the event loop; `clock` gives its time."""
+class QueueStatus:
+    """The queue of one engine. Lives on the event loop, whose time `clock` gives in seconds."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, plan: Plan, clock: Callable[[], float]) -> None:
         self._engine = engine
+        self._plan = plan
         self._clock = clock
         self._looked_s = float("-inf")
         self._places: dict[Request, Place] = {}
 
-    def comment(self, requests: Sequence[Request]) -> bytes | None:
-        """The SSE comment for one client's requests, as long as none of them has begun; None from then on.
+    def view(self, key_name: str) -> Queue:
+        """The body of GET /v1/queue for the holder of that API key."""
+        view = self._engine.queue(key_name)
+        return {
+            "object": "queue",
+            "max_queue": self._plan.max_queue,
+            "max_queue_wait_s": self._plan.max_queue_wait_s,
+            "max_num_seqs": self._plan.max_num_seqs,
+            "num_waiting": len(view.places),
+            "num_running": view.num_running,
+            "num_preempted": view.num_preempted,
+            "expected_wait_s": round(view.expected_wait_s, 1),
+            "waiting": [_waiting(place, key_name) for place in view.places],
+        }
 
-        Empty when there is nothing to say yet.
+    def comment(self, requests: Sequence[Request]) -> bytes | None:
+        """The SSE comment that tells a stream the first position among its requests; empty if it is not worth telling.
+
+        None once one of the requests has started or finished.
         """
         if any(request.timing.scheduled_s or request.is_finished for request in requests):
             return None
@@ -42,3 +63,13 @@ class Board:
         if first.expected_wait_s == 0.0 and first.waited_s < _SOON_S:
             return b""
         return b": queued position=%d expected_wait_s=%d\n\n" % (first.position, ceil(first.expected_wait_s))
+
+
+def _waiting(place: Place, key_name: str) -> Waiting:
+    is_own = place.request.key_name == key_name
+    return {
+        "position": place.position,
+        "waited_s": round(place.waited_s, 1),
+        "expected_wait_s": round(place.expected_wait_s, 1),
+        "id": place.request.id.rpartition("#")[0] if is_own else None,
+    }

@@ -1,37 +1,64 @@
-"""The shapes of all responses, as models: what /openapi.json says of them, and what tests hold every answer against.
+"""The types of all response bodies. The code that answers builds these, and /openapi.json is made of them.
 
-Nothing is made from these when a request is answered: answer.py writes plain dictionaries. A field with a default may
-be absent. Where operators read (health, the line, the card), more fields than these may come; an answer has these and
-no others.
+They are TypedDicts: a response is a plain dict, quick to build once per token, whose keys mypy checks. A `NotRequired`
+key may be absent. An answer has the keys below and no others; those of an `_Open` type may get further keys in later
+versions, and their readers must expect that.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from typing import Annotated, Any, Generic, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field, with_config
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from chairlift.engine.engine import State
+
+Body = TypeVar("Body")
 
 Finish = Literal["stop", "length"]
 
 
-class _Shape(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+def encode(value: object) -> bytes:
+    """JSON in ASCII without spaces; a NaN is a bug and raises ValueError."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-class _OpenShape(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class TypedResponse(Response, Generic[Body]):
+    """A whole response, whose body is of type `Body`."""
+
+
+class JsonResponse(TypedResponse[Body]):
+    """A whole response in JSON."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: Body, status_code: int = 200, headers: dict[str, str] | None = None) -> None:
+        super().__init__(encode(content), status_code, headers)
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class _Closed(TypedDict):
+    pass
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class _Open(TypedDict):
+    pass
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-class CachedTokens(_Shape):
-    """Prompt tokens that were not computed again."""
+class CachedTokens(_Closed):
+    """Prompt tokens that were found in the prefix cache."""
 
     cached_tokens: int
 
 
-class Usage(_Shape):
+class Usage(_Closed):
     """Token counts. A prompt counts once, however many choices it has."""
 
     prompt_tokens: int
@@ -41,22 +68,27 @@ class Usage(_Shape):
     num_preemptions: int
 
 
-class Timestamps(_Shape):
-    """When an event was handed to the socket, and when its newest token left the engine: seconds since 1970."""
+class Timestamps(_Closed):
+    """When the event was handed to the socket, and when its newest token left the engine: seconds since 1970."""
 
     sent_s: float
     token_s: float | None
 
 
-class _Head(_Shape):
+class _Answer(_Closed):
     id: str
     created: int
     model: str
     system_fingerprint: str
-    warnings: list[str] = Field(default=[], description="what of the request was ignored")
+    warnings: NotRequired[Annotated[list[str], Field(description="what the server ignored in the request")]]
 
 
-class Likely(_Shape):
+class _Chunk(_Answer):
+    usage: NotRequired[Usage | None]
+    timestamps: NotRequired[Timestamps]
+
+
+class TopLogprob(_Closed):
     """A token, its natural-log probability and its raw bytes."""
 
     token: str
@@ -64,20 +96,20 @@ class Likely(_Shape):
     bytes: list[int]
 
 
-class ChatLogprob(Likely):
+class ChatLogprob(TopLogprob):
     """The token that was chosen, and the likeliest ones in its place."""
 
-    top_logprobs: list[Likely]
+    top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Shape):
+class ChatLogprobs(_Closed):
     """One entry per token of the answer."""
 
     content: list[ChatLogprob]
     refusal: None
 
 
-class Ranked(_Shape):
+class RankedToken(_Closed):
     """One of a prompt's tokens, or one that was likely in its place."""
 
     logprob: float
@@ -85,10 +117,10 @@ class Ranked(_Shape):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, Ranked] | None]
+PromptLogprobs = list[dict[str, RankedToken] | None]
 
 
-class ChatMessage(_Shape):
+class ChatMessage(_Closed):
     """The answer of a chat."""
 
     role: Literal["assistant"]
@@ -96,7 +128,7 @@ class ChatMessage(_Shape):
     refusal: None
 
 
-class ChatChoice(_Shape):
+class ChatChoice(_Closed):
     """One of `n` answers."""
 
     index: int
@@ -105,23 +137,23 @@ class ChatChoice(_Shape):
     finish_reason: Finish
 
 
-class ChatCompletion(_Head):
+class ChatCompletion(_Answer):
     """The answer to a chat in one piece."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs = []
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
-class ChatDelta(_Shape):
+class ChatDelta(_Closed):
     """What a chunk adds: first the role, then text, at the end nothing."""
 
-    role: Literal["assistant"] = "assistant"
-    content: str = ""
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
 
 
-class ChatChunkChoice(_Shape):
+class ChatChunkChoice(_Closed):
     """What a chunk says of one choice."""
 
     index: int
@@ -130,20 +162,15 @@ class ChatChunkChoice(_Shape):
     finish_reason: Finish | None
 
 
-class _Chunk(_Head):
-    usage: Usage | None = None
-    timestamps: Timestamps | None = None
-
-
 class ChatChunk(_Chunk):
     """One event of a chat's stream."""
 
     object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice] = Field(max_length=1)
+    choices: Annotated[list[ChatChunkChoice], Field(max_length=1)]
 
 
-class TextLogprobs(_Shape):
-    """Four lists with one entry per token."""
+class TextLogprobs(_Closed):
+    """Four lists with one entry per token. `text_offset` counts characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -151,17 +178,17 @@ class TextLogprobs(_Shape):
     text_offset: list[int]
 
 
-class TextChoice(_Shape):
+class TextChoice(_Closed):
     """One of `n` texts for one of the prompts."""
 
     index: int
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Finish
-    prompt_logprobs: PromptLogprobs = []
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
-class TextCompletion(_Head):
+class TextCompletion(_Answer):
     """The answer to a text in one piece."""
 
     object: Literal["text_completion"]
@@ -169,7 +196,7 @@ class TextCompletion(_Head):
     usage: Usage
 
 
-class TextChunkChoice(_Shape):
+class TextChunkChoice(_Closed):
     """What a chunk says of one choice."""
 
     index: int
@@ -182,22 +209,28 @@ class TextChunk(_Chunk):
     """One event of a text's stream."""
 
     object: Literal["text_completion"]
-    choices: list[TextChunkChoice] = Field(max_length=1)
+    choices: Annotated[list[TextChunkChoice], Field(max_length=1)]
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-class ErrorDetail(_OpenShape):
-    """What went wrong; some errors have numbers beside."""
+class ErrorDetail(_Open):
+    """What went wrong."""
 
     message: str
     type: Literal["invalid_request_error", "server_error"]
     param: str | None
     code: str
+    num_prompt_tokens: NotRequired[int]
+    limit: NotRequired[int]
+    waiting: NotRequired[int]
+    running: NotRequired[int]
+    expected_wait_s: NotRequired[float]
+    retry_after_s: NotRequired[int]
 
 
-class ErrorBody(_Shape):
+class ErrorBody(_Closed):
     """The body of every error."""
 
     error: ErrorDetail
@@ -206,15 +239,13 @@ class ErrorBody(_Shape):
 class ErrorEvent(ErrorBody):
     """The last event of a stream that failed."""
 
-    timestamps: Timestamps | None = None
+    timestamps: NotRequired[Timestamps]
 
 
 # -- what the server says of itself -----------------------------------------------------------------------------------
 
-State = Literal["loading", "ready", "stalled", "draining", "dead"]
 
-
-class ModelEntry(_Shape):
+class ModelEntry(_Closed):
     """One name that requests may ask for."""
 
     id: str
@@ -223,18 +254,18 @@ class ModelEntry(_Shape):
     owned_by: str
     root: str
     max_model_len: int
-    chairlift: dict[str, Any] = Field(description="what the start card says")
+    chairlift: Annotated[dict[str, Any], Field(description="what the start card says")]
 
 
-class ModelList(_Shape):
-    """Every name."""
+class ModelList(_Closed):
+    """Every name that requests may ask for."""
 
     object: Literal["list"]
     data: list[ModelEntry]
 
 
-class Waiting(_OpenShape):
-    """One that waits."""
+class Waiting(_Open):
+    """One waiting request. Its id is null where it belongs to another API key."""
 
     position: int
     waited_s: float
@@ -242,37 +273,52 @@ class Waiting(_OpenShape):
     id: str | None
 
 
-class Queue(_OpenShape):
-    """The line."""
+class Queue(_Open):
+    """The queue: how many requests wait and run, and each that waits."""
 
     object: Literal["queue"]
+    max_queue: int
+    max_queue_wait_s: float | None
+    max_num_seqs: int
     num_waiting: int
     num_running: int
+    num_preempted: int
     expected_wait_s: float
     waiting: list[Waiting]
 
 
-class Health(_OpenShape):
-    """Readiness, and from loaded on the numbers."""
+class Health(_Open):
+    """Readiness, and the engine's numbers once a model is loaded."""
 
     status: State
     uptime_s: float
+    model: NotRequired[str]
+    num_running: NotRequired[int]
+    num_waiting: NotRequired[int]
+    max_num_seqs: NotRequired[int]
+    max_queue: NotRequired[int]
+    kv_used: NotRequired[float]
+    kv_full_conversations: NotRequired[float]
+    num_steps: NotRequired[int]
+    num_preemptions: NotRequired[int]
+    last_step_age_s: NotRequired[float | None]
+    notes: NotRequired[list[str]]
 
 
-class Live(_Shape):
-    """Liveness."""
+class Liveness(_Closed):
+    """Whether a restart would help: it would when `status` is "dead"."""
 
     status: State
 
 
-class Version(_Shape):
+class Version(_Closed):
     """This server's version."""
 
     version: str
 
 
-class Root(_Shape):
-    """Where to go from here."""
+class Root(_Closed):
+    """The paths that this server serves."""
 
     server: Literal["chairlift"]
     version: str
