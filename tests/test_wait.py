@@ -17,6 +17,7 @@ import pytest
 from chairlift import wait as waiting
 from chairlift.cli import main
 from chairlift.config import notify_socket
+from chairlift.engine.engine import State
 from chairlift.errors import ConfigError
 from chairlift.server import listener
 from chairlift.server.notify import ServiceManager
@@ -223,7 +224,8 @@ def test_news_reach_the_manager(tmp_path: Path, is_abstract: bool) -> None:
         sock.bind(f"\0{name}" if is_abstract else str(tmp_path / "notify"))
         sock.setblocking(False)
         manager = ServiceManager(f"@{name}" if is_abstract else str(tmp_path / "notify"))
-        for state in ["loading", "loading", "ready", "ready", "stalled", "ready", "draining", "draining"]:
+        states: list[State] = ["loading", "loading", "ready", "ready", "stalled", "ready", "draining", "draining"]
+        for state in states:
             manager.tell(state)
         manager.alive()
         heard = [sock.recv(1000).decode().splitlines() for _ in range(6)]

@@ -72,7 +72,7 @@ def test_a_slow_load_is_not_ready_but_alive() -> None:
             assert await asyncio.to_thread(warming.wait, 20)
             await assert_loading(http)
             warm.set()
-            await app.state.service.settled()
+            await app.state.service.settled.wait()
             assert (await http.get("/health")).status_code == 200
             assert (await http.post(CHAT, json=HELLO)).status_code == 200
             assert "warm-up" in app.state.service.serving.loaded.timings
@@ -93,7 +93,7 @@ def test_a_failed_start_ends_the_server(phase: str) -> None:
         app = create_app(fail if phase == "load" else lambda: fake_loaded(fail), Config())
         app.state.service.on_end = lambda: ended.append(True)
         async with app.router.lifespan_context(app), client(app) as http:
-            await app.state.service.settled()
+            await app.state.service.settled.wait()
             assert ended == [True]
             assert "no such model" in str(app.state.service.failure)
             assert (await http.get("/health")).json()["status"] == "dead"

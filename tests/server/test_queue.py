@@ -30,6 +30,7 @@ from support.in_process_server import (
     fake_app,
     is_at_rest,
     metric,
+    num_awaited,
     official_client,
     run,
     serving,
@@ -252,7 +253,7 @@ def test_a_stream_that_waits_hears_where_it_stands(monkeypatch: pytest.MonkeyPat
             assert (second.status, third.status) == (200, 200)
             assert (set(positions(second)), set(positions(third))) == ({1}, {2})
             second.disconnect()
-            await until(lambda: app.state.service._dispatch.num_open == 2)
+            await until(lambda: num_awaited(app) == 2)
             gate.close_at = lambda step: len(step.tokens) > 1  # the prompt of the third
             gate.open()
             await until(lambda: gate.close_at is None)

@@ -79,7 +79,7 @@ def fake_app(
 async def serving(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
     """Runs the application's lifespan; gives a client once it is ready."""
     async with app.router.lifespan_context(app):
-        await app.state.service.settled()
+        await app.state.service.settled.wait()
         async with client(app) as http:
             yield http
 
@@ -233,6 +233,11 @@ def metric(app: Starlette, name: str) -> float:
 
 def cancelled(app: Starlette, phase: str) -> float:
     return metric(app, f'requests_cancelled_total{{model_name="fake",phase="{phase}"}}')
+
+
+def num_awaited(app: Starlette) -> int:
+    """Choices whose output an HTTP request waits for."""
+    return len(app.state.service._dispatch._waiting)
 
 
 def is_at_rest(app: Starlette) -> bool:

@@ -14,8 +14,8 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from starlette.types import Receive, Scope
 
@@ -70,7 +70,7 @@ class Service:
         self._load = load
         self._dispatch = Dispatch()
         self._serving: Serving | None = None  # from loaded on
-        self._settled = asyncio.Event()  # ready, or failed for good
+        self.settled = asyncio.Event()  # set once the server is ready or has failed
         self._draining = False
         self._num_preparing = 0
         self._num_answering = 0
@@ -89,7 +89,7 @@ class Service:
             return "dead"
         if self._draining:
             return "draining"
-        return engine_state if self._settled.is_set() else "loading"
+        return engine_state if self.settled.is_set() else "loading"
 
     @property
     def serving(self) -> Serving:
@@ -158,10 +158,6 @@ class Service:
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
-    async def settled(self) -> None:
-        """Waits until the server is ready or has failed."""
-        await self._settled.wait()
-
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Loads the model, serves while the block runs, and ends the engine."""
@@ -204,7 +200,7 @@ class Service:
             self.on_ready(serving.loaded)
         except Exception as error:
             self._fail(error)
-        self._settled.set()
+        self.settled.set()
 
     async def _drain(self) -> None:
         log.info("draining: %d requests to finish", self._num_answering)
@@ -294,25 +290,14 @@ async def _disconnected(receive: Receive) -> None:
 
 async def _in_thread(function: Callable[[], T]) -> T:
     """Runs a function in a daemon thread, which does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast(T, result))
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # the thread runs on when nothing waits for it any more
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except Exception as caught:
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
 
     threading.Thread(target=run, name="chairlift-start", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
