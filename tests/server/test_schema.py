@@ -29,7 +29,7 @@ USER = {"role": "user", "content": "Hi"}
 
 
 def preparer(config: Config | None = None, **options: Any) -> Preparer:
-    return Preparer.of(fake_loaded(**options), config or Config())
+    return Preparer(fake_loaded(**options), config or Config())
 
 
 def chat(fields: dict[str, Any], config: Config | None = None, **options: Any) -> PreparedRequest:
@@ -246,7 +246,7 @@ def test_too_long_prompts_carry_both_numbers() -> None:
 def test_hopeless_prompts_are_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault (CASES A29): megabytes are tokenised only to be refused."""
     made = preparer()
-    monkeypatch.setattr(type(made.loaded.tokenizer), "encode", None)
+    monkeypatch.setattr(type(made._loaded.tokenizer), "encode", None)
     with pytest.raises(ContextLengthExceeded, match="at least"):
         made.completion(json.dumps({"prompt": "a" * 10**6}).encode(), "x")
 

@@ -17,12 +17,13 @@ from chairlift.engine.request import FinishReason, Request, TokenLogprob
 from chairlift.server import logprobs, responses
 from chairlift.server.dispatch import Delta
 from chairlift.server.prepare import PreparedRequest
+from chairlift.server.responses import Finish
 
 Whole = TypeVar("Whole", responses.ChatCompletion, responses.TextCompletion)
 Chunk = TypeVar("Chunk", responses.ChatChunk, responses.TextChunk)
 ChunkChoice = TypeVar("ChunkChoice", responses.ChatChunkChoice, responses.TextChunkChoice)
 
-_FINISH: dict[FinishReason | None, responses.Finish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_FINISH: dict[FinishReason | None, Finish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 """How an answer ends. A choice that failed or was cancelled has no such end."""
 
 
@@ -73,15 +74,15 @@ class ResponseBuilder(ABC, Generic[Whole, Chunk, ChunkChoice]):
     def whole(self, deltas: Sequence[Delta]) -> Whole:
         """The response that is not streamed, from each choice's whole output."""
 
-    @abstractmethod
     def opening(self) -> list[Chunk]:
-        """The chunks that come before any output."""
+        """The chunks that come before any output: the roles of a chat, none for a text."""
+        return []
 
     @abstractmethod
     def _chunk(self, choices: list[ChunkChoice]) -> Chunk: ...
 
     @abstractmethod
-    def _chunk_choice(self, index: int, fragment: Fragment | None, finish: responses.Finish | None) -> ChunkChoice: ...
+    def _chunk_choice(self, index: int, fragment: Fragment | None, finish: Finish | None) -> ChunkChoice: ...
 
     def chunks(self, delta: Delta) -> list[Chunk]:
         """The chunks that new output of one choice makes: content, and an empty one when the choice has ended well."""
@@ -171,9 +172,7 @@ class ChatBuilder(ResponseBuilder[responses.ChatCompletion, responses.ChatChunk,
         }
         return self._with_extras(chunk)
 
-    def _chunk_choice(
-        self, index: int, fragment: Fragment | None, finish: responses.Finish | None
-    ) -> responses.ChatChunkChoice:
+    def _chunk_choice(self, index: int, fragment: Fragment | None, finish: Finish | None) -> responses.ChatChunkChoice:
         delta: responses.ChatDelta = {"content": fragment.text} if fragment else {}
         return {"index": index, "delta": delta, "logprobs": self._logprobs(fragment), "finish_reason": finish}
 
@@ -217,10 +216,6 @@ class TextBuilder(ResponseBuilder[responses.TextCompletion, responses.TextChunk,
             choice["prompt_logprobs"] = self._prompt_logprobs(delta.index)
         return choice
 
-    def opening(self) -> list[responses.TextChunk]:
-        """None: a text has no roles."""
-        return []
-
     def _chunk(self, choices: list[responses.TextChunkChoice]) -> responses.TextChunk:
         chunk: responses.TextChunk = {
             "id": self.prepared.id,
@@ -232,9 +227,7 @@ class TextBuilder(ResponseBuilder[responses.TextCompletion, responses.TextChunk,
         }
         return self._with_extras(chunk)
 
-    def _chunk_choice(
-        self, index: int, fragment: Fragment | None, finish: responses.Finish | None
-    ) -> responses.TextChunkChoice:
+    def _chunk_choice(self, index: int, fragment: Fragment | None, finish: Finish | None) -> responses.TextChunkChoice:
         found = self._logprobs(index, fragment)
         return {"index": index, "text": _text(fragment), "logprobs": found, "finish_reason": finish}
 

@@ -7,9 +7,10 @@ Templates expect strings, so text parts are joined and a null becomes "". The ne
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from chairlift.errors import RequestError
+from chairlift.models.template import ChatTemplate
 from chairlift.server.http_errors import UnsupportedParameter
 from chairlift.server.schema import ROLES, ChatRequest
 from chairlift.text import one_line
@@ -19,21 +20,10 @@ _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token"
 _MARK = "\ue000{}\ue001"  # private-use characters, which no message is likely to hold
 
 
-class Template(Protocol):
-    """The part of a chat template that is used here."""
-
-    @property
-    def source(self) -> str:
-        """Its Jinja text."""
-
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """The prompt. Raises RequestError with the template's own words when the template refuses the messages."""
-
-
 _KNOWN = frozenset({"role", "content", "tool_calls", "function_call", "audio", "refusal"})
 
 
-def ignored(request: ChatRequest, template: Template) -> list[str]:
+def ignored(request: ChatRequest, template: ChatTemplate) -> list[str]:
     """The names that the prompt cannot depend on: message fields and variables that the template's text does not name.
 
     Further fields of text parts are among them, since the template gets all parts as one string.
@@ -53,7 +43,7 @@ def _named(objects: Iterable[dict[str, Any]]) -> set[str]:
     return {name for value in objects for name, inner in value.items() if inner is not None}
 
 
-def render(request: ChatRequest, template: Template | None) -> str:
+def render(request: ChatRequest, template: ChatTemplate | None) -> str:
     """The prompt text of a chat request. A RequestError names the message and what is wrong with it."""
     if template is None:
         raise RequestError("this model has no chat template", param="messages", hint="use /v1/completions")
@@ -72,7 +62,7 @@ def render(request: ChatRequest, template: Template | None) -> str:
     return text
 
 
-def _refuse_dropped(messages: list[dict[str, Any]], template: Template, options: dict[str, Any]) -> None:
+def _refuse_dropped(messages: list[dict[str, Any]], template: ChatTemplate, options: dict[str, Any]) -> None:
     """Raises RequestError for a message that the template silently drops, as some do with roles they do not know.
 
     Many templates write any role and name none, so a second rendering finds out, with a mark as the message's content.

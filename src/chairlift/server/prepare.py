@@ -7,7 +7,7 @@ serve.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from chairlift.boot import Loaded
@@ -68,32 +68,27 @@ class PreparedRequest:
         return self.asks_timestamps or (options is not None and bool(options.include_timestamps))
 
 
-@dataclass(frozen=True, slots=True)
 class Preparer:
-    """Prepares requests for one model. Holds no state: any number of threads may use it at once."""
+    """Prepares requests for one model. Keeps nothing of them: any number of threads may use it at once."""
 
-    loaded: Loaded
-    config: Config
-    max_token_bytes: int
-    secret: bytes = field(repr=False)  # of this process, so that no client can make the salt of another key
-
-    @classmethod
-    def of(cls, loaded: Loaded, config: Config) -> Preparer:
-        """For one loaded model."""
-        return cls(loaded, config, max(map(len, loaded.tokenizer.vocab_bytes)), secrets.token_bytes(32))
+    def __init__(self, loaded: Loaded, config: Config) -> None:
+        self._loaded = loaded
+        self._config = config
+        self._max_token_bytes = max(map(len, loaded.tokenizer.vocab_bytes))
+        self._secret = secrets.token_bytes(32)  # so that no client can make the salt of another key
 
     def chat(self, body: bytes, id: str) -> PreparedRequest:
         """From the body of /v1/chat/completions. Raises RequestError."""
-        request, warnings = parse(ChatRequest, parse_json(body), strict=self.config.strict)
+        request, warnings = parse(ChatRequest, parse_json(body), strict=self._config.strict)
         model = self._model_name(request)
-        text = render(request, self.loaded.template)
+        text = render(request, self._loaded.template)
         warnings += self._ignored(request)
         prompt = self._encode(text, add_bos=True, param="messages")
         return self._prepared(request, f"chatcmpl-{id}", model, [prompt], warnings)
 
     def completion(self, body: bytes, id: str) -> PreparedRequest:
         """From the body of /v1/completions. Raises RequestError."""
-        request, warnings = parse(CompletionRequest, parse_json(body), strict=self.config.strict)
+        request, warnings = parse(CompletionRequest, parse_json(body), strict=self._config.strict)
         model = self._model_name(request)
         self._check_count(request, len(_several(request.prompt)))
         add_bos = request.add_special_tokens is not False
@@ -109,9 +104,9 @@ class Preparer:
         for i, prompt in enumerate(prepared.prompts):
             group = prepared.id if len(prepared.prompts) == 1 else f"{prepared.id}-{i}"
             for choice in range(prepared.n):
-                params = _with_choice(prepared.params, choice, room=self.loaded.plan.max_model_len - len(prompt))
+                params = _with_choice(prepared.params, choice, room=self._loaded.plan.max_model_len - len(prompt))
                 made.append(
-                    self.loaded.request(
+                    self._loaded.request(
                         f"{group}#{choice}",
                         prompt,
                         params,
@@ -124,7 +119,7 @@ class Preparer:
 
     def _salt(self, key_name: str, asked: str) -> str:
         """The prefix cache's salt. A client's own salt divides the prompts of its key."""
-        return prefix_salt(self.secret, key_name, asked) if self.config.isolate_keys else asked
+        return prefix_salt(self._secret, key_name, asked) if self._config.isolate_keys else asked
 
     def _prepared(
         self, body: AnyRequest, id: str, model: str, prompts: list[list[int]], warnings: list[str]
@@ -136,26 +131,26 @@ class Preparer:
         echoes: tuple[str, ...] = ()
         if isinstance(body, CompletionRequest) and body.echo:
             given = _several(body.prompt)
-            echoes = tuple(p if isinstance(p, str) else self.loaded.tokenizer.decode(p) for p in given)
-        params = _sampling(body, self.loaded.tokenizer, self.config)
+            echoes = tuple(p if isinstance(p, str) else self._loaded.tokenizer.decode(p) for p in given)
+        params = _sampling(body, self._loaded.tokenizer, self._config)
         return PreparedRequest(body, id, model, tuple(map(tuple, prompts)), echoes, params, tuple(warnings))
 
     def _ignored(self, request: ChatRequest) -> list[str]:
         """Warnings about fields that the template does not read; with --strict an error about the first."""
-        names = [] if self.loaded.template is None else ignored(request, self.loaded.template)
-        if names and self.config.strict:
+        names = [] if self._loaded.template is None else ignored(request, self._loaded.template)
+        if names and self._config.strict:
             raise UnknownParameter(names[0])
         return warn(names, "`{}` was ignored: this model's chat template does not name it")
 
     def _model_name(self, body: AnyRequest) -> str:
         if body.model is None:
-            return self.loaded.names[0]
-        if body.model not in self.loaded.names:
-            raise ModelNotFound(one_line(body.model), self.loaded.names)
+            return self._loaded.names[0]
+        if body.model not in self._loaded.names:
+            raise ModelNotFound(one_line(body.model), self._loaded.names)
         return body.model
 
     def _check_count(self, body: AnyRequest, num_prompts: int) -> None:
-        slots, queue = self.loaded.plan.max_num_seqs, self.loaded.plan.max_queue
+        slots, queue = self._loaded.plan.max_num_seqs, self._loaded.plan.max_queue
         n = body.n or 1
         if n > slots:
             raise RequestError(f"`n` must be at most {slots}, the slots of this server", param="n")
@@ -167,26 +162,26 @@ class Preparer:
             )
 
     def _check_length(self, body: AnyRequest, num_tokens: int, param: str) -> None:
-        limit = self.loaded.plan.max_model_len
+        limit = self._loaded.plan.max_model_len
         if num_tokens == 0:
             raise RequestError(f"`{param}` holds no token", param=param)
         if num_tokens >= limit:
             raise ContextLengthExceeded(num_tokens, limit, param=param)
-        if self.config.strict and (body.wanted_tokens or 0) > limit - num_tokens:
+        if self._config.strict and (body.wanted_tokens or 0) > limit - num_tokens:
             raise RequestError(
                 f"`max_tokens` must be at most {limit - num_tokens}: the prompt has {num_tokens} of {limit} tokens",
                 param="max_tokens",
             )
 
     def _encode(self, text: str, *, add_bos: bool, param: str) -> list[int]:
-        tokenizer, limit = self.loaded.tokenizer, self.loaded.plan.max_model_len
-        least = len(text) // (self.max_token_bytes * _SHRINK)
+        tokenizer, limit = self._loaded.tokenizer, self._loaded.plan.max_model_len
+        least = len(text) // (self._max_token_bytes * _SHRINK)
         if least >= limit:
             raise ContextLengthExceeded(least, limit, param=param, is_estimate=True)
         return tokenizer.encode(text, add_bos=add_bos and tokenizer.add_bos, parse_special=True)
 
     def _ids(self, ids: list[int]) -> list[int]:
-        vocab_size = self.loaded.tokenizer.vocab_size
+        vocab_size = self._loaded.tokenizer.vocab_size
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             raise RequestError(f"`prompt` holds a token id outside 0 to {vocab_size - 1}", param="prompt")
         return ids

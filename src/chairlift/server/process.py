@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import socket
@@ -62,7 +63,8 @@ def serve(config: Config) -> None:
 
 
 def _run(config: Config, sock: socket.socket) -> None:
-    app = create_app(lambda: boot.load(config, progress=_print_progress), config)
+    tell = functools.partial(print, file=sys.stderr, flush=True)
+    app = create_app(lambda: boot.load(config, progress=tell), config)
     service: Service = app.state.service
     server = _DrainingServer(uvicorn_config(app), service, ServiceManager(notify_socket()))
     address = listener.url_of(sock)
@@ -131,10 +133,6 @@ class _DrainingServer(uvicorn.Server):
     def leave(self) -> None:
         """Ends the server, once it has no more requests to answer."""
         self.should_exit = True
-
-
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _on_ready(loaded: Loaded, address: str) -> None:

@@ -49,7 +49,7 @@ class Serving:
 
     def __init__(self, loaded: Loaded, config: Config, dispatch: Dispatch) -> None:
         self.loaded = loaded
-        self.preparer = Preparer.of(loaded, config)
+        self.preparer = Preparer(loaded, config)
         self.metrics = Metrics(loaded.plan)
         self.work_log = WorkLog()
         self.engine: Engine = loaded.engine(dispatch.deliver, [self.metrics, RequestLog(), self.work_log])
@@ -72,7 +72,7 @@ class Service:
         self._serving: Serving | None = None  # from loaded on
         self.settled = asyncio.Event()  # set once the server is ready or has failed
         self._draining = False
-        self._num_preparing = 0
+        self._preparing = asyncio.Semaphore(MAX_PREPARING)
         self._num_answering = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -132,16 +132,14 @@ class Service:
 
     async def prepare(self, make: Callable[[bytes, str], PreparedRequest], body: bytes, id: str) -> PreparedRequest:
         """Runs a Preparer's method in a worker thread."""
-        if self._num_preparing >= MAX_PREPARING:
+        if self._preparing.locked():
             raise Unavailable("too many requests are being read at once")
-        self._num_preparing += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._workers, make, body, id)
-        except asyncio.CancelledError:
-            self.serving.metrics.cancelled("preparing")
-            raise
-        finally:
-            self._num_preparing -= 1
+        async with self._preparing:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._workers, make, body, id)
+            except asyncio.CancelledError:
+                self.serving.metrics.cancelled("preparing")
+                raise
 
     @contextlib.contextmanager
     def submitted(self, requests: Sequence[Request]) -> Iterator[Listener]:
