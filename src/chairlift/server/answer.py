@@ -19,9 +19,9 @@ from chairlift.server.dispatch import Delta
 from chairlift.server.prepare import PreparedRequest
 from chairlift.server.responses import Finish
 
-Whole = TypeVar("Whole", responses.ChatCompletion, responses.TextCompletion)
-Chunk = TypeVar("Chunk", responses.ChatChunk, responses.TextChunk)
-ChunkChoice = TypeVar("ChunkChoice", responses.ChatChunkChoice, responses.TextChunkChoice)
+WholeT = TypeVar("WholeT", responses.ChatCompletion, responses.TextCompletion)
+ChunkT = TypeVar("ChunkT", responses.ChatChunk, responses.TextChunk)
+ChunkChoiceT = TypeVar("ChunkChoiceT", responses.ChatChunkChoice, responses.TextChunkChoice)
 
 _FINISH: dict[FinishReason | None, Finish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 """How an answer ends. A choice that failed or was cancelled has no such end."""
@@ -55,7 +55,7 @@ class _Choice:
         return fragment
 
 
-class ResponseBuilder(ABC, Generic[Whole, Chunk, ChunkChoice]):
+class ResponseBuilder(ABC, Generic[WholeT, ChunkT, ChunkChoiceT]):
     """Builds the response to one request, as a whole or chunk by chunk."""
 
     def __init__(self, prepared: PreparedRequest, requests: Sequence[Request], loaded: Loaded) -> None:
@@ -71,20 +71,20 @@ class ResponseBuilder(ABC, Generic[Whole, Chunk, ChunkChoice]):
         self._fingerprint = f"chairlift-{__version__}-{plan.isa}-a{plan.activation_bits}-{plan.kv_dtype}"
 
     @abstractmethod
-    def whole(self, deltas: Sequence[Delta]) -> Whole:
+    def whole(self, deltas: Sequence[Delta]) -> WholeT:
         """The response that is not streamed, from each choice's whole output."""
 
-    def opening(self) -> list[Chunk]:
+    def opening(self) -> list[ChunkT]:
         """The chunks that come before any output: the roles of a chat, none for a text."""
         return []
 
     @abstractmethod
-    def _chunk(self, choices: list[ChunkChoice]) -> Chunk: ...
+    def _chunk(self, choices: list[ChunkChoiceT]) -> ChunkT: ...
 
     @abstractmethod
-    def _chunk_choice(self, index: int, fragment: Fragment | None, finish: Finish | None) -> ChunkChoice: ...
+    def _chunk_choice(self, index: int, fragment: Fragment | None, finish: Finish | None) -> ChunkChoiceT: ...
 
-    def chunks(self, delta: Delta) -> list[Chunk]:
+    def chunks(self, delta: Delta) -> list[ChunkT]:
         """The chunks that new output of one choice makes: content, and an empty one when the choice has ended well."""
         made = []
         fragment = self._choices[delta.index].take(delta)
@@ -95,13 +95,13 @@ class ResponseBuilder(ABC, Generic[Whole, Chunk, ChunkChoice]):
             made.append(self._chunk([self._chunk_choice(delta.index, None, finish)]))
         return made
 
-    def usage_chunk(self) -> Chunk:
+    def usage_chunk(self) -> ChunkT:
         """The chunk that has token counts and no choices."""
         chunk = self._chunk([])
         chunk["usage"] = self._usage()
         return chunk
 
-    def _with_extras(self, chunk: Chunk) -> Chunk:
+    def _with_extras(self, chunk: ChunkT) -> ChunkT:
         """Adds a null `usage` if the last chunk will have one, and the warnings to the first chunk."""
         if self.prepared.include_usage:
             chunk["usage"] = None

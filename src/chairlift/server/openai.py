@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from chairlift import card
 from chairlift.errors import ModelNotFound, RequestError
-from chairlift.server.answer import Chunk, ResponseBuilder, Whole
+from chairlift.server.answer import ChunkT, ResponseBuilder, WholeT
 from chairlift.server.body import check_content_type, header, read_body
 from chairlift.server.middleware import Caller, caller
 from chairlift.server.prepare import PreparedRequest, Preparer
@@ -26,16 +26,16 @@ TIMESTAMPS_HEADER = "x-chairlift-timestamps"
 """1: each event of a stream says when it was sent. For clients that cannot add a field to the body."""
 
 
-class Generate(Generic[Whole, Chunk]):
+class Generate(Generic[WholeT, ChunkT]):
     """POST to one of the two endpoints, as an ASGI application: it must see the client's disconnect itself."""
 
     def __init__(
         self,
         prepare: Callable[[Preparer, bytes, str], PreparedRequest],
-        builder: type[ResponseBuilder[Whole, Chunk, Any]],
+        builder: type[ResponseBuilder[WholeT, ChunkT, Any]],
     ) -> None:
         self._prepare = prepare
-        self._builder: type[ResponseBuilder[Whole, Chunk, Any]] = builder
+        self._builder: type[ResponseBuilder[WholeT, ChunkT, Any]] = builder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. Before the first byte of a response it raises what is wrong; later errors are sent."""

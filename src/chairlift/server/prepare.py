@@ -48,7 +48,7 @@ class PreparedRequest:
     echoes: tuple[str, ...]  # the text of each prompt; empty unless the answer is to repeat it
     params: SamplingParams
     warnings: tuple[str, ...]
-    asks_timestamps: bool = False  # by its header
+    asks_timestamps: bool = False  # by a header
 
     @property
     def n(self) -> int:

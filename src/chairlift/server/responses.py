@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from chairlift.engine.engine import State
 
-Body = TypeVar("Body")
+BodyT = TypeVar("BodyT")
 
 Finish = Literal["stop", "length"]
 
@@ -26,16 +26,16 @@ def encode(value: object) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-class TypedResponse(Response, Generic[Body]):
+class TypedResponse(Response, Generic[BodyT]):
     """A whole response, whose body is of type `Body`."""
 
 
-class JsonResponse(TypedResponse[Body]):
+class JsonResponse(TypedResponse[BodyT]):
     """A whole response in JSON."""
 
     media_type = "application/json"
 
-    def __init__(self, content: Body, status_code: int = 200, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, content: BodyT, status_code: int = 200, headers: dict[str, str] | None = None) -> None:
         super().__init__(encode(content), status_code, headers)
 
 

@@ -17,21 +17,21 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from chairlift.server import health, openai, responses
-from chairlift.server.answer import ChatBuilder, Chunk, TextBuilder, Whole
+from chairlift.server.answer import ChatBuilder, ChunkT, TextBuilder, WholeT
 from chairlift.server.openapi import describe
 from chairlift.server.prepare import Preparer
-from chairlift.server.responses import Body, JsonResponse, TypedResponse
+from chairlift.server.responses import BodyT, JsonResponse, TypedResponse
 from chairlift.server.schema import ChatRequest, CompletionRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint(Generic[Body]):
+class Endpoint(Generic[BodyT]):
     """One line of the table."""
 
     method: Literal["GET", "POST"]
     path: str  # as Starlette writes it: "{name:path}" may hold slashes
-    handler: Callable[[Request], Awaitable[TypedResponse[Body]]] | openai.Generate[Any, Any]
-    response: type[Body]
+    handler: Callable[[Request], Awaitable[TypedResponse[BodyT]]] | openai.Generate[Any, Any]
+    response: type[BodyT]
     summary: str
     is_open: bool = False  # needs no API key
     errors: tuple[int, ...] = ()  # statuses that have an error's body, beside 401
@@ -48,12 +48,12 @@ class Endpoint(Generic[Body]):
 
 def _generate(
     path: str,
-    handler: openai.Generate[Whole, Chunk],
+    handler: openai.Generate[WholeT, ChunkT],
     request: type[BaseModel],
-    response: type[Whole],
-    event: type[Chunk],
+    response: type[WholeT],
+    event: type[ChunkT],
     summary: str,
-) -> Endpoint[Whole]:
+) -> Endpoint[WholeT]:
     errors = (400, 404, 413, 415, 500, 503)
     return Endpoint("POST", path, handler, response, summary, errors=errors, request=request, event=event)
 

@@ -21,7 +21,7 @@ from starlette.types import Send
 
 from chairlift.engine.request import FinishReason
 from chairlift.errors import ChairliftError
-from chairlift.server.answer import Chunk, ResponseBuilder, Whole
+from chairlift.server.answer import ChunkT, ResponseBuilder, WholeT
 from chairlift.server.dispatch import Delta, Listener
 from chairlift.server.http_errors import ClientGone, Interrupted, error_body
 from chairlift.server.responses import ChatChunk, ErrorEvent, TextChunk, encode
@@ -107,7 +107,7 @@ class _Writer:
 
 
 async def stream(
-    builder: ResponseBuilder[Whole, Chunk, Any],
+    builder: ResponseBuilder[WholeT, ChunkT, Any],
     listener: Listener,
     send: Send,
     pace: Pace,
@@ -136,7 +136,7 @@ async def stream(
         await writer.write(writer.event({"error": error_body(error)["error"]}) + DONE, more=False)
 
 
-async def collect(builder: ResponseBuilder[Whole, Chunk, Any], listener: Listener) -> Whole:
+async def collect(builder: ResponseBuilder[WholeT, ChunkT, Any], listener: Listener) -> WholeT:
     """The whole answer, once every choice has ended. Raises the first failure."""
     whole = [Delta(i) for i in range(len(listener.requests))]
     while not listener.is_done:
