@@ -193,9 +193,7 @@ class Gate:
         self._open = threading.Event()
         self._entered = threading.Event()
         self.error: Exception | None = None
-        self.close_at: Callable[[StepArrays], bool] | None = (
-            None  # the first step for which this is true waits at the gate
-        )
+        self.close_at: Callable[[StepArrays], bool] | None = None  # closes the gate before a step, once
         self.open()
 
     def __call__(self, step: StepArrays) -> None:

@@ -89,14 +89,15 @@ class Errors:
         except ClientGone:
             return
         except Exception as error:
-            who = caller(scope)
+            client = caller(scope)
             if not isinstance(error, ChairliftError):
-                log.exception("request %s failed", who.request_id)
+                log.exception("request %s failed", client.request_id)
             if has_started:
                 return
             code = error.code if isinstance(error, ChairliftError) else ChairliftError.code
             write(
-                "refused", {"id": who.request_id, "status": status_of(error), "code": code, "key": who.key_name or "-"}
+                "refused",
+                {"id": client.request_id, "status": status_of(error), "code": code, "key": client.key_name or "-"},
             )
             self._on_refused(code)
             await error_response(error)(scope, receive, send)

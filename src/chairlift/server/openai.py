@@ -47,12 +47,12 @@ class Generate(Generic[WholeT, ChunkT]):
             await until_gone(self._answer(service, scope, body, send), receive)
 
     async def _answer(self, service: Service, scope: Scope, body: bytes, send: Send) -> None:
-        who, serving = caller(scope), service.serving
+        client, serving = caller(scope), service.serving
         asks_timestamps = _flag(scope, TIMESTAMPS_HEADER)
-        serving.engine.require_room(who.key_name)
-        prepared = await service.prepare(partial(self._prepare, serving.preparer), body, _answer_id(who))
+        serving.engine.require_room(client.key_name)
+        prepared = await service.prepare(partial(self._prepare, serving.preparer), body, _answer_id(client))
         prepared = replace(prepared, asks_timestamps=asks_timestamps)
-        requests = serving.preparer.requests(prepared, key_name=who.key_name)
+        requests = serving.preparer.requests(prepared, key_name=client.key_name)
         builder = self._builder(prepared, requests, serving.loaded)
         with service.submitted(requests) as listener:
             if prepared.body.stream:
@@ -74,9 +74,9 @@ async def _never() -> Any:
     raise AssertionError("a whole response reads nothing")
 
 
-def _answer_id(who: Caller) -> str:
+def _answer_id(client: Caller) -> str:
     """The id of an answer holds the request's id, which the log has too. A client's own id gets a unique suffix."""
-    return who.request_id if who.is_own_id else f"{who.request_id}-{secrets.token_hex(4)}"
+    return client.request_id if client.is_own_id else f"{client.request_id}-{secrets.token_hex(4)}"
 
 
 def _entries(service: Service) -> list[ModelEntry]:

@@ -27,7 +27,7 @@ def encode(value: object) -> bytes:
 
 
 class TypedResponse(Response, Generic[BodyT]):
-    """A whole response, whose body is of type `Body`."""
+    """A whole response, whose body is of type `BodyT`."""
 
 
 class JsonResponse(TypedResponse[BodyT]):

@@ -208,7 +208,9 @@ class ChatRequest(_ChatExtensions, _Common):
 
     messages: Messages = honoured("a list of at least one message object", ...)
     max_tokens: int | None = honoured("a whole number from 1; more than there is room for means all the room", ge=1)
-    max_completion_tokens: int | None = honoured("as `max_tokens`, whose newer name it is; the smaller counts", ge=1)
+    max_completion_tokens: int | None = honoured(
+        "a whole number from 1; the newer name of `max_tokens`, and the smaller of the two counts", ge=1
+    )
     logprobs: bool | None = honoured("true or false", False)
     top_logprobs: int | None = honoured(
         f"a whole number from 0 to {MAX_LOGPROBS}, together with `logprobs: true`", 0, ge=0, le=MAX_LOGPROBS
