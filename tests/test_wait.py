@@ -17,10 +17,11 @@ import pytest
 from chairlift import wait as waiting
 from chairlift.cli import main
 from chairlift.config import notify_socket
+from chairlift.engine.engine import State
 from chairlift.errors import ConfigError
-from chairlift.server import arrivals
-from chairlift.server.notify import Manager
-from chairlift.wait import Outcome, Server, wait
+from chairlift.server import listener
+from chairlift.server.notify import ServiceManager
+from chairlift.wait import Server, WaitOutcome, wait
 
 Answer = tuple[int, bytes]
 Answering = Callable[[list[Answer]], str]
@@ -85,8 +86,8 @@ class Clock:
         self.now_s += max(seconds, 0.001)
 
 
-def waited(url: str, timeout_s: float) -> tuple[Outcome, list[str], float]:
-    """Outcome, what was told without address and times, and how long it took."""
+def waited(url: str, timeout_s: float) -> tuple[WaitOutcome, list[str], float]:
+    """The outcome, what was told without address and times, and how long it took."""
     lines: list[str] = []
     clock = Clock()
     outcome = wait(Server.parse(url), timeout_s, lines.append, clock=clock, sleep=clock.sleep)
@@ -98,14 +99,14 @@ def test_waits_through_every_state_until_ready(answering: Answering) -> None:
     """A server called ready while it loads; a state that ends waiting although it passes."""
     states = ["loading", "loading", "stalled", "draining", "loading", "ready"]
     url = answering([*map(told, states), told("dead")])
-    assert waited(url, 60)[:2] == (Outcome.READY, ["loading", "stalled", "draining", "loading", "ready"])
+    assert waited(url, 60)[:2] == (WaitOutcome.READY, ["loading", "stalled", "draining", "loading", "ready"])
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_a_clients_base_url_will_do(answering: Answering, suffix: str) -> None:
     """A 404 for somebody who pastes the address that the client library was given."""
     server = Server.parse(answering([told("ready")]) + suffix)
-    assert wait(server, 0, lambda _: None) is Outcome.READY
+    assert wait(server, 0, lambda _: None) is WaitOutcome.READY
 
 
 def test_a_prefix_is_kept() -> None:
@@ -120,28 +121,28 @@ def test_a_prefix_is_kept() -> None:
 def test_the_limit_holds(answering: Answering, state: str) -> None:
     """Waiting for ever, or an exit status that a script takes for ready."""
     outcome, lines, seconds = waited(answering([told(state)]), 7)
-    assert (outcome, lines) == (Outcome.LATE, [state, "not ready within 7 s"])
+    assert (outcome, lines) == (WaitOutcome.LATE, [state, "not ready within 7 s"])
     assert 7 <= seconds < 7.01
 
 
 def test_a_limit_of_zero_asks_once(answering: Answering) -> None:
     """A health check that never asks, or that asks twice."""
     answers = [told("ready"), told("dead")]
-    assert waited(answering(answers), 0)[0] is Outcome.READY
+    assert waited(answering(answers), 0)[0] is WaitOutcome.READY
     assert answers == [told("dead")]
 
 
 def test_a_dead_server_is_not_waited_for(answering: Answering) -> None:
     """Five minutes of waiting for something that said it is dead."""
     outcome, lines, seconds = waited(answering([told("loading"), told("dead")]), 300)
-    assert (outcome, lines[-1]) == (Outcome.FAILED, "failed")
+    assert (outcome, lines[-1]) == (WaitOutcome.FAILED, "failed")
     assert seconds < 1
 
 
 def test_a_server_that_is_not_there_yet_is_waited_for(nowhere: str) -> None:
     """`chairlift serve & chairlift wait` that gives up before the port is open."""
     outcome, lines, seconds = waited(nowhere, 20)
-    assert (outcome, lines) == (Outcome.LATE, ["not reachable", "not ready within 20 s"])
+    assert (outcome, lines) == (WaitOutcome.LATE, ["not reachable", "not ready within 20 s"])
     assert seconds >= 20
 
 
@@ -150,7 +151,7 @@ def test_a_server_that_ended_while_loading_has_failed(monkeypatch: pytest.Monkey
     states = iter(["not reachable", "loading", "no answer"])
     monkeypatch.setattr(Server, "state", lambda *_: next(states, "not reachable"))
     outcome, lines, seconds = waited(nowhere, 300)
-    assert (outcome, lines[-1]) == (Outcome.FAILED, "ended while it was loading")
+    assert (outcome, lines[-1]) == (WaitOutcome.FAILED, "ended while it was loading")
     assert waiting.GONE_S <= seconds < waiting.GONE_S + 3 * waiting.PAUSE_S + 0.1
 
 
@@ -158,7 +159,7 @@ def test_a_restart_is_not_a_failure(monkeypatch: pytest.MonkeyPatch, nowhere: st
     """A short gap between two processes on one port taken for the end."""
     states = iter(["loading", *["not reachable"] * 8, "loading", *["not reachable"] * 8, "ready"])
     monkeypatch.setattr(Server, "state", lambda *_: next(states))
-    assert waited(nowhere, 300)[0] is Outcome.READY
+    assert waited(nowhere, 300)[0] is WaitOutcome.READY
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_a_restart_is_not_a_failure(monkeypatch: pytest.MonkeyPatch, nowhere: st
 )
 def test_other_servers_answers_are_told_and_waited_out(answering: Answering, answer: Answer) -> None:
     """A traceback for a proxy's page, or a hostile body that becomes a state."""
-    assert waited(answering([answer, told("ready")]), 60)[:2] == (Outcome.READY, [f"HTTP {answer[0]}", "ready"])
+    assert waited(answering([answer, told("ready")]), 60)[:2] == (WaitOutcome.READY, [f"HTTP {answer[0]}", "ready"])
 
 
 def test_a_silent_server_is_left_in_time() -> None:
@@ -222,8 +223,9 @@ def test_news_reach_the_manager(tmp_path: Path, is_abstract: bool) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(f"\0{name}" if is_abstract else str(tmp_path / "notify"))
         sock.setblocking(False)
-        manager = Manager(f"@{name}" if is_abstract else str(tmp_path / "notify"))
-        for state in ["loading", "loading", "ready", "ready", "stalled", "ready", "draining", "draining"]:
+        manager = ServiceManager(f"@{name}" if is_abstract else str(tmp_path / "notify"))
+        states: list[State] = ["loading", "loading", "ready", "ready", "stalled", "ready", "draining", "draining"]
+        for state in states:
             manager.tell(state)
         manager.alive()
         heard = [sock.recv(1000).decode().splitlines() for _ in range(6)]
@@ -238,10 +240,10 @@ def test_news_reach_the_manager(tmp_path: Path, is_abstract: bool) -> None:
 def test_a_manager_that_is_gone_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A server that ends because nobody listens to its status."""
     with caplog.at_level(logging.WARNING):
-        Manager(str(tmp_path / "nobody")).tell("ready")
+        ServiceManager(str(tmp_path / "nobody")).tell("ready")
     assert "READY=1" in caplog.text
     caplog.clear()
-    Manager(None).tell("ready")
+    ServiceManager(None).tell("ready")
     assert not caplog.records
 
 
@@ -258,7 +260,7 @@ def test_who_has_connected_is_kept_and_nobody_else_comes() -> None:
     """A request lost in the instant of a restart: connected, sent, and reset when the socket was closed."""
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as early, socket.socket() as late:
         early.connect(listening.getsockname())
-        arrivals.stop(listening)
+        listener.stop_accepting(listening)
         late.setblocking(False)
         assert late.connect_ex(listening.getsockname()) == errno.EINPROGRESS
         with selectors.DefaultSelector() as selector:

@@ -169,7 +169,7 @@ CacheDir = Annotated[str | None, typer.Option(help=SETTINGS["cache_dir"].help)]
 def serve(config: Config) -> None:
     """Serve a model over the OpenAI API."""
     config.require_safe_host()
-    from chairlift.server.app import serve as run_server
+    from chairlift.server.process import serve as run_server
 
     run_server(config)
 

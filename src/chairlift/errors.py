@@ -1,20 +1,22 @@
-"""Every error that a user can meet, each with a machine code, an HTTP status and a way out.
+"""Every error that a user can meet. Each has a machine-readable code, an HTTP status and a hint.
 
 ChairliftError
-├── ConfigError             a flag, variable or file that cannot be honoured
-├── ModelError              a model that cannot be found, read or served
-│   └── ModelFileError      one place in one file is wrong
-├── DoesNotFit              the machine is too small for what was asked
-├── RequestError            400: the client can mend it
+├── ConfigError             a setting cannot be honoured
+├── ModelError              a model cannot be found, read or served
+│   └── ModelFileError      one place in a model file is wrong
+├── DoesNotFit              the machine is too small for the settings
+├── RequestError            400: the client can correct the request
 │   ├── ContextLengthExceeded
 │   ├── ModelNotFound       404
 │   └── Unauthorized        401
-├── Unavailable             503: ask again later
+├── Unavailable             503: the client can repeat the request later
 │   ├── Busy
 │   │   ├── QueueFull
 │   │   └── QueueWait
 │   └── Draining
-└── EngineError             500: ours
+└── EngineError             500: the server is at fault
+
+`server/http_errors.py` adds the errors that only an HTTP server can have.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from collections.abc import Sequence
 from math import ceil
 
 MAX_RETRY_AFTER_S = 60
-"""Nobody is told to stay away for longer: much may change in a minute."""
+"""Longest `Retry-After`, since much may change in a minute."""
 
 
 class ChairliftError(Exception):
-    """Base of all errors; `str(error)` is one line that a person can act on."""
+    """Base of all errors. `str(error)` is one line: the message, and the hint in parentheses."""
 
     code = "internal_error"
     http_status = 500
@@ -42,19 +44,19 @@ class ChairliftError(Exception):
 
 
 class ConfigError(ChairliftError):
-    """A setting that cannot be honoured; the message names the setting and its limits."""
+    """A setting cannot be honoured. The message names the setting and its limits."""
 
     code = "invalid_config"
 
 
 class ModelError(ChairliftError):
-    """A model that cannot be found, read or served."""
+    """A model cannot be found, read or served."""
 
     code = "model_error"
 
 
 class ModelFileError(ModelError):
-    """A model file that is truncated, hostile or foreign: what is wrong, and where in the file."""
+    """A model file is truncated, malformed or of another format. The message says what is wrong at which byte."""
 
     code = "model_file_error"
 
@@ -64,13 +66,13 @@ class ModelFileError(ModelError):
 
 
 class DoesNotFit(ChairliftError):
-    """The machine cannot carry what was asked; the message says needed, available and which flag."""
+    """The machine is too small for the settings. The message says needed, available and which flag helps."""
 
     code = "does_not_fit"
 
 
 class RequestError(ChairliftError):
-    """A request the client can mend. `param` names the field as the client wrote it."""
+    """The client can correct the request. `param` is the field's name as the client wrote it, None for no field."""
 
     code = "invalid_request"
     http_status = 400
@@ -81,18 +83,28 @@ class RequestError(ChairliftError):
 
 
 class ContextLengthExceeded(RequestError):
-    """A prompt that can never fit, with both numbers.
+    """The prompt can never fit. The error carries both numbers.
 
-    Client libraries know this error by the words "prompt is too long", whatever its code.
+    Client libraries recognise this error by the words "prompt is too long", whatever its code.
     """
 
     code = "context_length_exceeded"
 
-    def __init__(self, num_prompt_tokens: int, limit: int, *, what: str = "the context length") -> None:
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        limit: int,
+        *,
+        what: str = "the context length",
+        param: str = "prompt",
+        is_estimate: bool = False,
+    ) -> None:
+        """`what` has `limit` tokens. An estimate of `num_prompt_tokens` is a lower bound."""
+        has = "has at least" if is_estimate else "has"
         super().__init__(
-            f"the prompt is too long: it has {num_prompt_tokens} tokens, {what} is {limit},"
+            f"the prompt is too long: it {has} {num_prompt_tokens} tokens, {what} is {limit},"
             " and one token must be left for the answer",
-            param="prompt",
+            param=param,
             hint="shorten the prompt, or start the server with a larger --max-model-len",
         )
         self.num_prompt_tokens = num_prompt_tokens
@@ -100,7 +112,7 @@ class ContextLengthExceeded(RequestError):
 
 
 class ModelNotFound(RequestError):
-    """A model name that this server does not serve; lists the names it does."""
+    """The server does not serve a model of this name. The message lists the names that it serves."""
 
     code = "model_not_found"
     http_status = 404
@@ -110,14 +122,14 @@ class ModelNotFound(RequestError):
 
 
 class Unauthorized(RequestError):
-    """No key, or a wrong one."""
+    """The API key is missing or wrong."""
 
     code = "invalid_api_key"
     http_status = 401
 
 
 class Unavailable(ChairliftError):
-    """The server is well but cannot take this now. `retry_after_s` is at least 1."""
+    """The server cannot take this request now. `retry_after_s` is at least 1."""
 
     code = "unavailable"
     http_status = 503
@@ -128,7 +140,7 @@ class Unavailable(ChairliftError):
 
 
 class Busy(Unavailable):
-    """Too many others are being served: how many, and how long one more would have to wait, as far as is known."""
+    """Too many requests are at hand. `expected_wait_s` estimates how long one more would wait for a slot."""
 
     code = "busy"
 
@@ -145,24 +157,24 @@ class Busy(Unavailable):
 
 
 class QueueFull(Busy):
-    """More requests wait than `max_queue` allows."""
+    """`max_queue` requests wait already."""
 
     code = "queue_full"
 
 
 class QueueWait(Busy):
-    """It has waited for a slot for longer than `max_queue_wait` allows."""
+    """The request has waited for a slot for longer than `max_queue_wait` allows."""
 
     code = "queue_wait"
 
 
 class Draining(Unavailable):
-    """The server is shutting down and finishes what it has begun."""
+    """The server shuts down: it finishes the requests that it has begun and takes no new ones."""
 
     code = "draining"
 
 
 class EngineError(ChairliftError):
-    """A step failed; nothing the client did."""
+    """The engine failed, through no fault of the client."""
 
     code = "engine_error"

@@ -1,7 +1,7 @@
-"""API keys: names that may be told, and secrets of which only digests are kept.
+"""API keys: names that logs and errors may show, and secrets of which only digests are kept.
 
-Given as `NAME:SECRET` or `SECRET`, by setting or in a file. Two secrets of one name are one key, so that one can
-replace the other while both are in use. Nothing here ever shows a secret: not an error, not a repr.
+A setting or a file gives keys as `NAME:SECRET` or `SECRET`. Two secrets of one name are one key: a new secret can
+replace an old one while both are in use. No error and no repr in this module shows a secret.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _SECRET = re.compile(r"[!-~]{1,1024}")
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key. Without a name it is called by its place among all."""
+    """One key. `name` is "" where none was given; the Keyring then names the key by its position."""
 
     name: str
     digest: bytes = field(repr=False)  # SHA-256 of the secret
 
     @classmethod
     def parse(cls, text: str) -> ApiKey:
-        """From `SECRET` or `NAME:SECRET`. Raises ValueError, without the text."""
+        """From `SECRET` or `NAME:SECRET`. The ValueError for anything else does not repeat the text."""
         name, colon, secret = text.partition(":")
         return cls.of(name, secret) if colon else cls("", _digest(_checked(text)))
 
     @classmethod
     def of(cls, name: str, secret: str) -> ApiKey:
-        """A named key. Raises ValueError, without the secret."""
+        """A named key. The ValueError for a malformed one does not repeat the secret."""
         if _NAME.fullmatch(name) is None:
             raise ValueError("not a name")
         return cls(name, _digest(_checked(secret)))
@@ -58,10 +58,11 @@ def _digest(secret: bytes) -> bytes:
 
 
 def read(file: Path) -> list[ApiKey]:
-    """The keys of a file: a line `NAME SECRET` or `NAME:SECRET` for each; empty lines and `# ...` are comments.
+    """The keys of a file that has a line `NAME SECRET` or `NAME:SECRET` for each, empty lines, and `# comments`.
 
-    Raises ConfigError, which names the line but shows nothing of it. A file that others may read is warned of, since
-    mounted secrets often are; one that others may write is refused: they could let themselves in.
+    Raises ConfigError, which gives the line's number and nothing of its text. A file that every user may write is
+    refused, since any of them could add a key. A file that every user may read gets a warning only, since mounted
+    secrets often have that mode.
     """
     try:
         with file.open(encoding="utf-8") as opened:
@@ -88,7 +89,7 @@ def read(file: Path) -> list[ApiKey]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Name and secret: apart by blanks if there are any, else by the first colon."""
+    """Name and secret, separated by blanks if the line has any, else by its first colon."""
     words = text.split(maxsplit=1)
     if len(words) == 2:
         return words[0], words[1]
@@ -97,10 +98,10 @@ def _split(text: str) -> tuple[str, str]:
 
 
 class Keyring:
-    """All keys of a server. Those without a name are called key-1, key-2, ... by their place."""
+    """All keys of a server. Keys without a name are called key-1, key-2, ... by their position."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
-        """Raises ConfigError when it would not be clear whose a secret or a name is."""
+        """Raises ConfigError when two keys share a secret, or when a given name equals one made from a position."""
         self._names: dict[bytes, str] = {}
         given = {key.name for key in keys}
         for place, key in enumerate(keys, start=1):
@@ -115,7 +116,7 @@ class Keyring:
         return len(self._names)
 
     def name_of(self, secret: bytes) -> str | None:
-        """The name of a key; None for one that is not ours. Compares with all of them, each in constant time."""
+        """The name of the key with that secret, None if there is none. Compares with every key, in constant time."""
         digest, found = _digest(secret), None
         for known, name in self._names.items():
             if hmac.compare_digest(known, digest):
@@ -124,9 +125,9 @@ class Keyring:
 
 
 def prefix_salt(server_secret: bytes, key_name: str, client_salt: str) -> str:
-    """Under what the prefix cache keeps the prompts of one key.
+    """The salt under which the prefix cache keeps the prompts of one key.
 
-    Made here, of a secret that no client knows; the client's own salt only divides what its key has.
+    `server_secret` keeps clients from making another key's salt. `client_salt` divides the prompts of one key further.
     """
     own = hmac.new(server_secret, key_name.encode(), "sha256").hexdigest()
     return f"{own}:{client_salt}"

@@ -1,10 +1,11 @@
 """`chairlift wait`: asks a server's /health until it is ready, for scripts, health checks and service files.
 
     not reachable ──> loading ──> ready                  exit status 0
-          └──────────────┴──> the time is over                       1
+          └──────────────┴──> the time limit is over                 1
                          └──> dead, or gone while loading            3
 
-Any other state is waited out: a draining server may have a successor. Status 2 is a wrong command line.
+Waiting goes on through any other state: a draining server may have a successor. Exit status 2 means a wrong command
+line.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from urllib.parse import urlsplit
 from chairlift.errors import ConfigError
 
 PAUSE_S = 0.25
-"""Between two questions."""
+"""Between two requests to /health."""
 GONE_S = 3.0
-"""A server that was loading and to which nobody can connect for so long has ended."""
+"""A server that was loading and refuses connections for this long has ended."""
 _ANSWER_S = 5.0
 _MAX_BODY_BYTES = 65536
 
@@ -30,8 +31,8 @@ UNREACHABLE = "not reachable"
 SILENT = "no answer"
 
 
-class Outcome(IntEnum):
-    """How waiting ended; the value is the exit status."""
+class WaitOutcome(IntEnum):
+    """How waiting ended. The value is the exit status."""
 
     READY = 0
     LATE = 1
@@ -40,7 +41,7 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to ask."""
+    """The address of a server."""
 
     url: str
     is_https: bool
@@ -50,7 +51,7 @@ class Server:
 
     @classmethod
     def parse(cls, url: str) -> Server:
-        """From http(s)://host[:port][/prefix]; the /v1 of a client's base URL may stay. Raises ConfigError."""
+        """From http(s)://host[:port][/prefix]; drops the /v1 of a client's base URL. Raises ConfigError."""
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -63,13 +64,13 @@ class Server:
         return cls(url, is_https, host, port or (443 if is_https else 80), f"{base}/health")
 
     def state(self, timeout_s: float) -> str:
-        """What /health says: a state, why there is none, or "HTTP 502" from something that is no Chairlift."""
+        """The state that /health tells, UNREACHABLE, SILENT, or "HTTP 502" where something else answers."""
         make = http.client.HTTPSConnection if self.is_https else http.client.HTTPConnection
         connection = make(self.host, self.port, timeout=timeout_s)
         try:
             connection.request("GET", self.path)
             response = connection.getresponse()
-            return "ready" if response.status == 200 else _told(response.status, response.read(_MAX_BODY_BYTES))
+            return "ready" if response.status == 200 else _state_in(response.status, response.read(_MAX_BODY_BYTES))
         except TimeoutError:
             return SILENT
         except (OSError, http.client.HTTPException):
@@ -78,7 +79,7 @@ class Server:
             connection.close()
 
 
-def _told(status: int, body: bytes) -> str:
+def _state_in(status: int, body: bytes) -> str:
     try:
         state = json.loads(body)["status"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -93,8 +94,8 @@ def wait(
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Outcome:
-    """Asks until the server is ready, it has failed, or `timeout_s` are over; it asks at least once.
+) -> WaitOutcome:
+    """Asks, at least once, until the server is ready, has failed, or `timeout_s` have passed.
 
     `tell` gets a line whenever the state changes.
     """
@@ -107,16 +108,18 @@ def wait(
         if state != last:
             tell(f"{server.url}: {state} ({past_s:.1f} s)")
             last = state
-        if state != UNREACHABLE:
-            was_loading, gone_since_s = was_loading if state == SILENT else state == "loading", None
-        elif was_loading and gone_since_s is None:
-            gone_since_s = past_s
+        if state == UNREACHABLE:
+            if was_loading and gone_since_s is None:
+                gone_since_s = past_s
+        else:
+            gone_since_s = None
+            was_loading = state == "loading" or (state == SILENT and was_loading)
         if state == "ready":
-            return Outcome.READY
+            return WaitOutcome.READY
         if state == "dead" or (gone_since_s is not None and past_s - gone_since_s >= GONE_S):
             tell(f"{server.url}: {'failed' if state == 'dead' else 'ended while it was loading'}")
-            return Outcome.FAILED
+            return WaitOutcome.FAILED
         if past_s >= timeout_s:
             tell(f"{server.url}: not ready within {timeout_s:g} s")
-            return Outcome.LATE
+            return WaitOutcome.LATE
         sleep(min(PAUSE_S, timeout_s - past_s))

@@ -18,9 +18,8 @@ import yaml
 
 import chairlift
 from chairlift import config
-from chairlift.server import app as server_app
-from chairlift.server import service
-from chairlift.server.problem import Interrupted, error_response
+from chairlift.server import process, service
+from chairlift.server.http_errors import Interrupted, error_response
 from support.in_process_server import CHAT, HELLO, fake_app, serving
 from support.paths import ROOT
 from support.proxies import haproxy_file, nginx_files, tool
@@ -30,7 +29,7 @@ UNIT = DEPLOY / "systemd/chairlift@.service"
 ALERTS = DEPLOY / "prometheus/chairlift-alerts.yml"
 BOARD = DEPLOY / "grafana/chairlift.json"
 
-LONGEST_END_S = config.Config().drain_seconds + service._LAST_WORDS_S + server_app._LAST_CALL_S + server_app._LINGER_S
+LONGEST_END_S = config.Config().drain_seconds + service._LAST_WORDS_S + process.LAST_CALL_S + process.LINGER_S
 """From SIGTERM to the end of the process, at most."""
 
 

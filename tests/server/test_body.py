@@ -38,9 +38,9 @@ def test_a_huge_body_is_parsed_in_a_moment(kind: str) -> None:
 
 SETTLED = """
 import gc
-from chairlift.server import app
+from chairlift.server import process
 from chairlift.server.body import parse_json
-app._settle_memory()
+process.calm_garbage_collector()
 seen = []
 gc.callbacks.append(lambda phase, info: phase == "start" and seen.append(info["generation"]))
 parse_json(b'{"prompt":[' + b"[1]," * 1_000_000 + b"[1]]}")

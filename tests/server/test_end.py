@@ -23,6 +23,7 @@ from support.in_process_server import (
     chat_text,
     fake_app,
     is_at_rest,
+    num_awaited,
     official_client,
     parse_events,
     run,
@@ -112,7 +113,7 @@ def test_the_official_client_raises_on_an_error_event() -> None:
                     assert chunk.choices[0].finish_reason is None
 
             task = asyncio.create_task(read())
-            await until(lambda: service._dispatch.num_open > 0)
+            await until(lambda: num_awaited(app) > 0)
             service._dispatch.fail_all(broken)
             with pytest.raises(openai.APIError, match="broken in the middle"):
                 await task
@@ -129,7 +130,7 @@ def test_a_bug_while_streaming_ends_the_stream_in_order(
     async def test() -> None:
         app = fake_app()
         async with serving(app):
-            monkeypatch.setattr("chairlift.server.answer.Answer.chunks", None)
+            monkeypatch.setattr("chairlift.server.answer.ChatBuilder.chunks", None)
             call = await Call(app, CHAT, STREAM).done()
             assert [shape(event) for event in call.events] == ["role", "error", "done"]
             assert "internal error" in call.events[1]["error"]["message"]
@@ -189,7 +190,7 @@ def test_a_client_that_leaves_is_noticed_in_every_phase(phase: str, stream: bool
             if phase == "queued":
                 await until(lambda: service.snapshot().num_waiting == 1)
             elif phase == "prefill":
-                await until(lambda: service._dispatch.num_open == 2)
+                await until(lambda: num_awaited(app) == 2)
                 gate.close_at = lambda step: len(step.seq_starts) == 3 and len(step.tokens) > 2
                 gate.open()
                 await until(lambda: gate.close_at is None)
@@ -203,8 +204,7 @@ def test_a_client_that_leaves_is_noticed_in_every_phase(phase: str, stream: bool
             gate.open()
             await neighbour.done()
             assert neighbour.json["choices"] == alone
-            await until(lambda: is_at_rest(app))
-            assert cancelled(app, phase) == 1
+            await until(lambda: is_at_rest(app) and cancelled(app, phase) == 1)
             assert b"[DONE]" not in leaver.body
 
     run(test())

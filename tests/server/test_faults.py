@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from chairlift.errors import EngineError
+from chairlift.server.service import MAX_PREPARING
 from support import dying_server
 from support.in_process_server import (
     CHAT,
@@ -108,7 +109,7 @@ def test_a_death_is_noticed_whatever_else_fails(monkeypatch: pytest.MonkeyPatch)
                 tried.append(given)
                 raise RuntimeError("broken")
 
-            monkeypatch.setattr(service.serving.summary, "write", fail)
+            monkeypatch.setattr(service.serving.work_log, "write", fail)
             await until(lambda: len(tried) > 2)
             monkeypatch.setattr(service.serving.engine._scheduler, "schedule", None)
             assert_error(await http.post(CHAT, json=HELLO), 500, "engine_error")
@@ -171,7 +172,7 @@ def test_a_tokenizer_that_fails_fails_its_request_only(monkeypatch: pytest.Monke
                 assert "broken tokenizer" not in str(error), "internals are not told"
             assert (await beside.done()).json["choices"] == alone
             await until(lambda: is_at_rest(app))
-            assert app.state.service._num_preparing == 0
+            assert app.state.service._preparing._value == MAX_PREPARING
 
     run(test())
 

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from chairlift.config import Config
 from chairlift.keys import ApiKey
-from chairlift.server.openapi import description
+from chairlift.server.routes import description
 from support.in_process_server import CHAT, HELLO, Call, assert_error, fake_app, run, serving
 
 KEYS = Config(api_key=(ApiKey.parse("first-key"), ApiKey.parse("second-key")))
@@ -111,7 +111,7 @@ def test_unforeseen_failures_are_a_500_in_shape(
     async def test() -> None:
         app = fake_app()
         async with serving(app) as http:
-            monkeypatch.setattr("chairlift.server.answer.Answer.whole", None)
+            monkeypatch.setattr("chairlift.server.answer.ChatBuilder.whole", None)
             error = assert_error(await http.post(CHAT, json=HELLO), 500, "internal_error")
             assert "NoneType" not in error["message"]
 
@@ -130,7 +130,7 @@ def test_keys() -> None:
         async with serving(app) as http:
             for path in ("/", "/health", "/live", "/metrics", "/version", "/openapi.json"):
                 assert (await http.get(path)).status_code == 200
-            for path in ("/v1/models", "/v1/models/fake", "/nope"):
+            for path in ("/v1/models", "/v1/models/fake", "/v1/queue", "/nope"):
                 answer = await http.get(path)
                 assert_error(answer, 401, "invalid_api_key")
                 assert answer.headers["www-authenticate"] == "Bearer"

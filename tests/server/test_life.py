@@ -23,8 +23,8 @@ from chairlift import boot
 from chairlift.boot import Loaded
 from chairlift.config import Config
 from chairlift.errors import ConfigError, EngineError, ModelError
-from chairlift.server import log
-from chairlift.server.app import _bound, build_app, create_app
+from chairlift.server import listener, log
+from chairlift.server.app import create_app
 from conftest import TinyGGUF
 from support.in_process_server import (
     CHAT,
@@ -65,14 +65,14 @@ def test_a_slow_load_is_not_ready_but_alive() -> None:
             assert_error(answer, 503, "loading")
             assert "retry-after" in answer.headers
 
-        app = build_app(load, Config())
+        app = create_app(load, Config())
         async with app.router.lifespan_context(app), client(app) as http:
             await assert_loading(http)
             go_on.set()
             assert await asyncio.to_thread(warming.wait, 20)
             await assert_loading(http)
             warm.set()
-            await app.state.service.settled()
+            await app.state.service.settled.wait()
             assert (await http.get("/health")).status_code == 200
             assert (await http.post(CHAT, json=HELLO)).status_code == 200
             assert "warm-up" in app.state.service.serving.loaded.timings
@@ -90,10 +90,10 @@ def test_a_failed_start_ends_the_server(phase: str) -> None:
         def fail(*_: Any) -> Any:
             raise ModelError("no such model")
 
-        app = build_app(fail if phase == "load" else lambda: fake_loaded(fail), Config())
+        app = create_app(fail if phase == "load" else lambda: fake_loaded(fail), Config())
         app.state.service.on_end = lambda: ended.append(True)
         async with app.router.lifespan_context(app), client(app) as http:
-            await app.state.service.settled()
+            await app.state.service.settled.wait()
             assert ended == [True]
             assert "no such model" in str(app.state.service.failure)
             assert (await http.get("/health")).json()["status"] == "dead"
@@ -200,12 +200,12 @@ def test_a_dead_engine_fails_everybody_and_ends_the_server(
 
 def test_a_taken_port_is_said_before_anything_is_loaded() -> None:
     """Fault: minutes of loading, then a traceback about an address."""
-    with _bound("127.0.0.1", 0) as first:
+    with listener.bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=str(port)):
-            _bound("127.0.0.1", port)
+            listener.bind("127.0.0.1", port)
     with pytest.raises(ConfigError, match="no-such-host"):
-        _bound("no-such-host.invalid", 0)
+        listener.bind("no-such-host.invalid", 0)
 
 
 def test_the_summary_tells_of_work_only(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,11 +215,11 @@ def test_the_summary_tells_of_work_only(caplog: pytest.LogCaptureFixture, monkey
         app = fake_app()
         async with serving(app) as http:
             serving_ = app.state.service.serving
-            serving_.summary.write(serving_.engine.snapshot(), 10.0)
+            serving_.work_log.write(serving_.engine.snapshot(), 10.0)
             assert "work " not in caplog.text
             await http.post(TEXT, json={"prompt": "a" * 50, "max_tokens": 20})
-            serving_.summary.write(serving_.engine.snapshot(), 10.0)
-            serving_.summary.write(serving_.engine.snapshot(), 10.0)
+            serving_.work_log.write(serving_.engine.snapshot(), 10.0)
+            serving_.work_log.write(serving_.engine.snapshot(), 10.0)
 
     with caplog.at_level(logging.INFO, "chairlift"):
         run(test())
@@ -250,7 +250,7 @@ def test_a_real_model_answers_alike_alone_and_together(tiny_loaded: Loaded) -> N
     """Fault: the parts fit their fakes and not each other."""
 
     async def test() -> None:
-        app = create_app(tiny_loaded, tiny_loaded.config)
+        app = create_app(lambda: tiny_loaded, tiny_loaded.config)
         async with serving(app) as http:
             bodies = [
                 {
@@ -308,7 +308,7 @@ def test_signals_end_a_real_process(tiny_gguf: TinyGGUF) -> None:
 
 _FREE_HOLES = """
 import resource, sys
-from chairlift.server.app import return_large_blocks
+from chairlift.server.process import return_large_blocks
 
 def resident_bytes():
     with open("/proc/self/statm") as file:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from chairlift.server.http import MAX_HEAD_BYTES
+from chairlift.server.protocol import MAX_HEAD_BYTES
 from support.raw_http import Reply, Wire, request_bytes
 from support.talking_server import talking
 

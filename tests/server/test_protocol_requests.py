@@ -131,7 +131,7 @@ def test_a_message_that_the_template_passes_over_is_refused(role: str) -> None:
 
 def ask(body: dict[str, Any], config: Config | None = None, **options: Any) -> list[str]:
     """The warnings about a chat request."""
-    preparer = Preparer.of(fake_loaded(**options), config or Config())
+    preparer = Preparer(fake_loaded(**options), config or Config())
     return list(preparer.chat(json.dumps(body).encode(), "x").warnings)
 
 

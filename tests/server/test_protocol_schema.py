@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -12,22 +13,24 @@ import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from pydantic import BaseModel
+from jsonschema import Draft202012Validator
+from pydantic import TypeAdapter
 from schemathesis.checks import CHECKS, load_all_checks
 from starlette.routing import Route
 
 from chairlift.config import Config
-from chairlift.server import shapes
-from chairlift.server.app import build_app
-from chairlift.server.openapi import description
-from support.in_process_server import CHAT, TEXT, client, fake_app, run
+from chairlift.server import responses
+from chairlift.server.app import create_app
+from chairlift.server.routes import description
+from support.in_process_server import CHAT, HELLO, TEXT, Call, Gate, client, fake_app, run, serving, until
 from support.scripted_model import EOS, Scripted
 from support.stream_cases import NAMES, path_of
 
 load_all_checks()
 _TAKEN = [CHECKS.get_one("positive_data_acceptance")]
 """Not checked: what depends on the model (names, room, token ids) is no part of the description."""
-CHUNKS: dict[str, type[BaseModel]] = {CHAT: shapes.ChatChunk, TEXT: shapes.TextChunk}
+CHUNKS: dict[str, TypeAdapter[Any]] = {CHAT: TypeAdapter(responses.ChatChunk), TEXT: TypeAdapter(responses.TextChunk)}
+ERROR_EVENT: TypeAdapter[Any] = TypeAdapter(responses.ErrorEvent)
 MODES = list(schemathesis.GenerationMode)
 
 
@@ -55,7 +58,7 @@ def check_events(path: str, answer: httpx.Response) -> None:
         *events, done = [block for block in answer.text.split("\n\n") if block and not block.startswith(":")]
         assert done == "data: [DONE]"
         for event in events:
-            CHUNKS[path].model_validate_json(event.removeprefix("data: "))
+            CHUNKS[path].validate_json(event.removeprefix("data: "))
 
 
 def fuzz(api: Any, server: Scripted, path: str, mode: Any, num_examples: int) -> Counter[int]:
@@ -117,12 +120,47 @@ def test_what_is_read_while_loading_has_its_shape(api: Any) -> None:
         raise AssertionError("the lifespan was not run")
 
     async def test() -> None:
-        async with client(build_app(never, Config())) as http:
+        async with client(create_app(never, Config())) as http:
             for path in GETS:
                 case = api[path]["GET"].Case(path_parameters={"name": "fake"} if "{name}" in path else {})
                 answer = await http.get(path.replace("{name}", "fake"))
                 assert answer.status_code in (200, 503)
                 case.validate_response(answer, excluded_checks=[CHECKS.get_one("not_a_server_error")])
+
+    run(test())
+
+
+def exact(path: str, method: str, status: int) -> Draft202012Validator:
+    """What is described of a JSON body, and nothing beside it, also where later versions may send more."""
+    made = json.loads(json.dumps(description()))
+    for component in made["components"]["schemas"].values():
+        component["additionalProperties"] = False
+    content = made["paths"][path][method]["responses"][str(status)]["content"]["application/json"]
+    return Draft202012Validator({**content["schema"], "components": made["components"]})
+
+
+def test_open_bodies_hold_what_is_described_and_no_more() -> None:
+    """Fault: /health, the queue or an error says something that the description has forgotten."""
+
+    async def test() -> None:
+        gate = Gate()
+        app = fake_app(gate, max_num_seqs=1, max_queue=1)
+        async with serving(app) as http:
+            gate.close()
+            calls = [Call(app, CHAT, HELLO)]
+            await gate.entered()
+            calls.append(Call(app, CHAT, HELLO))
+            await until(lambda: app.state.service.snapshot().num_waiting == 1)
+            queue = await http.get("/v1/queue")
+            assert len(queue.json()["waiting"]) == 1
+            seen = [("/v1/queue", "get", queue), ("/health", "get", await http.get("/health"))]
+            seen.append((CHAT, "post", await http.post(CHAT, json=HELLO)))  # the queue is full
+            gate.open()
+            await asyncio.gather(*(call.done() for call in calls))
+            seen.append((TEXT, "post", await http.post(TEXT, json={"prompt": "a" * 600})))
+            assert [answer.status_code for _, _, answer in seen] == [200, 200, 503, 400]
+            for path, method, answer in seen:
+                exact(path, method, answer.status_code).validate(answer.json())
 
     run(test())
 
@@ -136,11 +174,11 @@ def test_the_description_names_every_path_and_no_other() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_streams_have_their_shape(name: str) -> None:
     """Fault: a description of chunks that leaves out what some ends send (see stream_cases.py)."""
-    chunk = shapes.ChatChunk if name.startswith("chat") else shapes.TextChunk
+    chunk = CHUNKS[CHAT if name.startswith("chat") else TEXT]
     *events, _ = path_of(name).read_text().removesuffix("\n\n").split("\n\n")
     for event in events:
         data = event.removeprefix("data: ")
-        (shapes.ErrorEvent if "error" in json.loads(data) else chunk).model_validate_json(data)
+        (ERROR_EVENT if "error" in json.loads(data) else chunk).validate_json(data)
 
 
 @pytest.mark.parametrize(
@@ -156,5 +194,5 @@ def test_recorded_streams_have_their_shape(name: str) -> None:
 def test_whole_answers_have_their_shape(server: Scripted, path: str, fields: dict[str, Any]) -> None:
     """Fault: a field that is sent and not described, whatever is asked for."""
     body = {"messages": [{"role": "user", "content": "Hi"}]} if path == CHAT else {"prompt": "Hi"}
-    shape = shapes.ChatCompletion if path == CHAT else shapes.TextCompletion
-    shape.model_validate(server.whole(path, {**body, **fields}))
+    shape: Any = responses.ChatCompletion if path == CHAT else responses.TextCompletion
+    TypeAdapter(shape).validate_python(server.whole(path, {**body, **fields}))

@@ -70,8 +70,8 @@ def test_pings_do_not_come_before_their_time() -> None:
         gate, looks = Gate(), 0
         app = fake_app(gate, pace=Pace(queue_s=0.001, ping_s=1000))
         async with serving(app):
-            board = app.state.service.serving.board
-            comment = board.comment
+            status = app.state.service.serving.queue_status
+            comment = status.comment
 
             def counted(requests: Any) -> bytes | None:
                 nonlocal looks
@@ -79,7 +79,7 @@ def test_pings_do_not_come_before_their_time() -> None:
                 looks += said is None
                 return said
 
-            board.comment = counted
+            status.comment = counted
             gate.close()
             call = Call(app, TEXT, {"prompt": "a", "stream": True})
             await gate.entered()

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from chairlift.config import Config
 from chairlift.engine.request import Request
 from chairlift.keys import ApiKey
-from chairlift.server.board import Board
+from chairlift.server.queue_status import QueueStatus
 from chairlift.server.sse import Pace
 from support.in_process_server import (
     CHAT,
@@ -30,6 +30,7 @@ from support.in_process_server import (
     fake_app,
     is_at_rest,
     metric,
+    num_awaited,
     official_client,
     run,
     serving,
@@ -59,13 +60,13 @@ def positions(call: Call) -> list[int]:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes | None]]:
     """Every look that a stream takes at its place: its id, and what it is told."""
     looks: list[tuple[str, bytes | None]] = []
-    comment = Board.comment
+    comment = QueueStatus.comment
 
-    def looked(board: Board, requests: Sequence[Request]) -> bytes | None:
-        looks.append((requests[0].id, comment(board, requests)))
+    def looked(status: QueueStatus, requests: Sequence[Request]) -> bytes | None:
+        looks.append((requests[0].id, comment(status, requests)))
         return looks[-1][1]
 
-    monkeypatch.setattr(Board, "comment", looked)
+    monkeypatch.setattr(QueueStatus, "comment", looked)
     return looks
 
 
@@ -252,7 +253,7 @@ def test_a_stream_that_waits_hears_where_it_stands(monkeypatch: pytest.MonkeyPat
             assert (second.status, third.status) == (200, 200)
             assert (set(positions(second)), set(positions(third))) == ({1}, {2})
             second.disconnect()
-            await until(lambda: app.state.service._dispatch.num_open == 2)
+            await until(lambda: num_awaited(app) == 2)
             gate.close_at = lambda step: len(step.tokens) > 1  # the prompt of the third
             gate.open()
             await until(lambda: gate.close_at is None)

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from chairlift.config import Config
 from chairlift.errors import ContextLengthExceeded, ModelNotFound, RequestError
 from chairlift.server.body import parse_json
-from chairlift.server.prepare import Job, Preparer
-from chairlift.server.problem import (
+from chairlift.server.http_errors import (
     MAX_MESSAGE_CHARS,
     InvalidJson,
     UnknownParameter,
     UnsupportedParameter,
-    encode,
     error_body,
 )
+from chairlift.server.prepare import PreparedRequest, Preparer
+from chairlift.server.responses import encode
 from chairlift.server.schema import ChatRequest, CompletionRequest, field_table, parse
 from support.in_process_server import HELLO, fake_loaded
 
@@ -29,15 +29,15 @@ USER = {"role": "user", "content": "Hi"}
 
 
 def preparer(config: Config | None = None, **options: Any) -> Preparer:
-    return Preparer.of(fake_loaded(**options), config or Config())
+    return Preparer(fake_loaded(**options), config or Config())
 
 
-def chat(fields: dict[str, Any], config: Config | None = None, **options: Any) -> Job:
+def chat(fields: dict[str, Any], config: Config | None = None, **options: Any) -> PreparedRequest:
     body = json.dumps({"messages": [USER], **fields}).encode()
     return preparer(config, **options).chat(body, "x")
 
 
-def text(fields: dict[str, Any], config: Config | None = None, **options: Any) -> Job:
+def text(fields: dict[str, Any], config: Config | None = None, **options: Any) -> PreparedRequest:
     body = json.dumps({"prompt": "Hi", **fields}).encode()
     return preparer(config, **options).completion(body, "x")
 
@@ -246,7 +246,7 @@ def test_too_long_prompts_carry_both_numbers() -> None:
 def test_hopeless_prompts_are_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault (CASES A29): megabytes are tokenised only to be refused."""
     made = preparer()
-    monkeypatch.setattr(type(made.loaded.tokenizer), "encode", None)
+    monkeypatch.setattr(type(made._loaded.tokenizer), "encode", None)
     with pytest.raises(ContextLengthExceeded, match="at least"):
         made.completion(json.dumps({"prompt": "a" * 10**6}).encode(), "x")
 

@@ -16,13 +16,13 @@ DEADLY = 200
 
 
 def die(step: StepArrays) -> None:
-    """Ends the thread that it is called on: no error that anything is prepared for."""
+    """Ends the calling thread by an exception that nothing catches."""
     if step.positions.max() >= DEADLY:
         raise SystemExit("the engine thread is told to end")
 
 
 def load(*_: object, **__: object) -> Loaded:
-    """In the place of boot.load."""
+    """Replaces boot.load."""
     return fake_loaded(die)
 
 

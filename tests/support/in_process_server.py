@@ -1,7 +1,7 @@
-"""A server without weights or sockets: the fake model behind the real engine and the real application.
+"""A server without weights or sockets: the fake model with the real engine and the real application.
 
-async with serving(app): ...        runs the lifespan and waits until it is ready
-Call(app, path, json)               one request whose reading, waiting and leaving a test decides
+async with serving(app): ...        runs the lifespan and waits until the server is ready
+Call(app, path, json)               one request; the test decides when its client reads, waits or leaves
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from support.tiny_gguf import CHATML, tokenizer_metadata
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 8}
-"""A small chat request with one right answer."""
+"""A small chat request, greedy and so with one right answer."""
 
 
 def fake_loaded(
@@ -43,7 +43,7 @@ def fake_loaded(
     add_bos: bool = False,
     **plan: Any,
 ) -> Loaded:
-    """The fake model with a real byte-level tokenizer; any field of its plan can be set."""
+    """The fake model with a real byte-level tokenizer. `plan` sets any field of its plan."""
     tokenizer = Tokenizer.from_gguf(tokenizer_metadata(add_bos=add_bos))
     resolved = fake_plan(**plan)
     return Loaded(
@@ -71,26 +71,27 @@ def fake_app(
     **plan: Any,
 ) -> Starlette:
     """The application on the fake model."""
-    return create_app(loaded or fake_loaded(before_run, **plan), config or Config(), pace=pace)
+    model = loaded or fake_loaded(before_run, **plan)
+    return create_app(lambda: model, config or Config(), pace=pace)
 
 
 @asynccontextmanager
 async def serving(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
-    """Runs the application's lifespan; gives a client once it is ready."""
+    """Runs the application's lifespan, and gives a client once the server is ready."""
     async with app.router.lifespan_context(app):
-        await app.state.service.settled()
+        await app.state.service.settled.wait()
         async with client(app) as http:
             yield http
 
 
 def client(app: Starlette) -> httpx.AsyncClient:
-    """A client without a socket. It sees a response only once it is complete: use Call to see a stream grow."""
+    """A client without a socket. It sees a response only when that is complete; use Call to watch a stream."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
 def official_client(http: httpx.AsyncClient) -> AsyncOpenAI:
     """OpenAI's own package, talking to the application."""
-    transport: Any = http  # its annotation names one make of client, its code takes either
+    transport: Any = http  # annotated as one kind of client; the code takes either
     return AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=transport, max_retries=0)
 
 
@@ -117,7 +118,7 @@ class Call:
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._inbox.put_nowait({"type": "http.request", "body": raw, "more_body": False})
         self.messages: list[dict[str, Any]] = []
-        self.reads = asyncio.Event()  # cleared: the client takes nothing, and `send` blocks as a full socket would
+        self.reads = asyncio.Event()  # while cleared, `send` blocks as on a full socket
         self.reads.set()
         self._changed = asyncio.Event()
         self.task = asyncio.create_task(app(self.scope, self._inbox.get, self._send))
@@ -128,7 +129,7 @@ class Call:
         self._changed.set()
 
     def disconnect(self) -> None:
-        """The client goes away."""
+        """Makes the client leave."""
         self._inbox.put_nowait({"type": "http.disconnect"})
 
     async def until(self, condition: Callable[[Call], bool]) -> None:
@@ -166,7 +167,7 @@ class Call:
 
 
 def parse_events(body: bytes) -> list[Any]:
-    """The events of a stream in order: JSON values and "[DONE]"; comments are left out."""
+    """The events of a stream in order: JSON values and "[DONE]", without comments."""
     blocks = body.decode("ascii").split("\n\n")
     assert blocks.pop() == "", "every event ends with an empty line"
     events = []
@@ -186,13 +187,13 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 class Gate:
-    """Holds the engine in a step for as long as a test wants."""
+    """A gate in front of each step, which holds the engine while closed."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
         self._entered = threading.Event()
         self.error: Exception | None = None
-        self.close_at: Callable[[StepArrays], bool] | None = None  # a step that closes the gate before itself, once
+        self.close_at: Callable[[StepArrays], bool] | None = None  # closes the gate before a step, once
         self.open()
 
     def __call__(self, step: StepArrays) -> None:
@@ -217,7 +218,7 @@ class Gate:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Polls what the engine thread brings about."""
+    """Polls for what the engine thread does."""
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.001)
@@ -234,13 +235,18 @@ def cancelled(app: Starlette, phase: str) -> float:
     return metric(app, f'requests_cancelled_total{{model_name="fake",phase="{phase}"}}')
 
 
+def num_awaited(app: Starlette) -> int:
+    """Choices whose output an HTTP request waits for."""
+    return len(app.state.service._dispatch._waiting)
+
+
 def is_at_rest(app: Starlette) -> bool:
     now = app.state.service.snapshot()
     return (now.num_running, now.num_waiting, now.num_used_blocks) == (0, 0, 0)
 
 
 def shape(event: Any) -> str:
-    """What kind of chunk it is, in one word."""
+    """The kind of an event, in one word."""
     if event == "[DONE]":
         return "done"
     if "error" in event:
@@ -263,7 +269,7 @@ def chat_text(events: list[Any], index: int = 0) -> str:
 
 
 def assert_error(answer: httpx.Response | Call, status: int, code: str) -> dict[str, Any]:
-    """The one shape of every error."""
+    """Checks status, headers and body of an error. Returns its detail."""
     body = answer.json if isinstance(answer, Call) else answer.json()
     assert (answer.status if isinstance(answer, Call) else answer.status_code) == status
     assert answer.headers["content-type"] == "application/json"

@@ -260,7 +260,7 @@ class Instance:
         self._reader.start()
         self.server = server
         outcome = wait.wait(wait.Server.parse(server.url), 60, server.lines.append)
-        assert outcome is wait.Outcome.READY, "".join(server.lines)
+        assert outcome is wait.WaitOutcome.READY, "".join(server.lines)
 
     def end(self) -> int:
         """SIGTERM; the exit status once it is gone."""

@@ -1,4 +1,4 @@
-"""HTTP over a socket that a test holds in its own hands: it can be slow, rude, or gone in the middle of a word."""
+"""HTTP over a socket that the test controls: a client that reads slowly, breaks the protocol, or leaves at any byte."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Wire:
 
     @classmethod
     async def connect(cls, port: int, *, buffer_bytes: int | None = None) -> Wire:
-        """`buffer_bytes` keeps our side's buffers small, so that the server feels how slowly we read."""
+        """`buffer_bytes` limits the client's buffers, so that the server notices a slow reader."""
         sock = socket.socket()
         sock.setblocking(False)
         if buffer_bytes is not None:
@@ -53,14 +53,14 @@ class Wire:
         await self._writer.drain()
 
     async def head(self) -> int:
-        """Reads status line and headers; gives the status."""
+        """Reads the status line and the headers. Returns the status."""
         lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         self.status = int(lines[0].split(" ")[1])
         self.headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:] if line)}
         return self.status
 
     async def pieces(self, pause_s: float = 0.0) -> AsyncIterator[bytes]:
-        """The body as it comes, with a pause before each piece is read. Raises EOFError when it is cut."""
+        """The body as it arrives, with a pause before each read. Raises EOFError when the response is cut."""
         if self.headers.get("transfer-encoding") != "chunked":
             yield await self._reader.readexactly(int(self.headers["content-length"]))
             return
@@ -81,18 +81,18 @@ class Wire:
         return Reply(self.status, self.headers, body)
 
     def close(self) -> None:
-        """Leaves politely."""
+        """Closes the connection."""
         self._writer.close()
 
     def reset(self) -> None:
-        """Leaves as a machine does that loses its network: a RST, and no goodbye."""
+        """Resets the connection, as a client does that loses its network."""
         sock = self._writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._writer.transport.abort()
 
 
 def request_bytes(method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
-    """A request on the wire. A header set to "" is left out."""
+    """The bytes of a request. A header set to "" is left out."""
     fields = {"host": "test", "content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items() if value)
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body

@@ -69,7 +69,7 @@ class Scripted:
         self.loaded = replace(self.loaded, model=self.model)
 
     def __enter__(self) -> Scripted:
-        self.app = create_app(self.loaded, self._config)
+        self.app = create_app(lambda: self.loaded, self._config)
         self.http = self.run(self._stack.enter_async_context(serving(self.app)))
         return self
 

@@ -1,4 +1,4 @@
-"""Server-sent events as a browser reads them, piece by piece: an oracle for what our streams look like on the wire."""
+"""Server-sent events as a browser reads them, piece by piece: the oracle for the server's streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import codecs
 
 
 class SSEParser:
-    """Written from the HTML standard, section "Event stream interpretation"; keeps the data of events, and comments."""
+    """Follows the HTML standard, section "Event stream interpretation". Keeps the events' data, and the comments."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
@@ -16,7 +16,7 @@ class SSEParser:
         self.comments: list[str] = []
 
     def feed(self, piece: bytes) -> None:
-        """The next bytes, cut anywhere."""
+        """Takes the next bytes, which may be cut anywhere."""
         self._text += self._decoder.decode(piece)
         while True:
             ends = [at for at in (self._text.find("\r"), self._text.find("\n")) if at >= 0]
@@ -43,7 +43,7 @@ class SSEParser:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left over that an end of the stream would throw away."""
+        """Whether the parser holds no part of an event that the end of the stream would discard."""
         return not self._text and not self._data
 
 

@@ -1,6 +1,6 @@
-"""Streams to the byte: every way one can end, and the file that holds what it must look like.
+"""Streams to the byte: every way in which a stream can end, and the file that records it.
 
-`PYTHONPATH=tests python -m support.stream_cases` writes tests/fixtures/streams; read the diff before you believe it.
+`PYTHONPATH=tests python -m support.stream_cases` writes tests/fixtures/streams. Read the diff as a client would.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ HELLO: Script = [*b"Hi", 256, *"é".encode(), EOS]  # 256 is " t"
 
 
 def broken() -> int:
-    """In place of a token."""
+    """A token whose computation fails."""
     raise ValueError("broken kernel")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One stream: what is asked, what the model says, and whether the server ends it."""
+    """One stream: the request, the model's output, and whether the server ends it."""
 
     scripts: Sequence[Script] = (HELLO,)
     body: dict[str, Any] = field(default_factory=dict)
-    end: str = ""  # "drain" or "stop": what the server is told once the model has stopped talking
+    end: str = ""  # "drain" or "stop": what the server does once the model makes no more tokens
     chat_body: dict[str, Any] = field(default_factory=dict)
     text_body: dict[str, Any] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ def request_of(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def recorded(name: str) -> bytes:
-    """What the server sends, with a known id, time and version."""
+    """The bytes that the server sends, with a fixed id, time and version."""
     case = CASES[name.partition("-")[2]]
     silent, go_on = threading.Event(), threading.Event()
 

@@ -1,9 +1,9 @@
-"""A server on a real socket whose model says what its prompt asks for: what programs of other people are tried on.
+"""A server on a real socket whose model answers as its prompt asks: other people's clients are tested against it.
 
     with talking() as url: ...
-    python -m support.talking_server PYTHON CLIENT...   runs scripts of tests/clients against one, with that interpreter
+    python -m support.talking_server PYTHON CLIENT...   runs scripts of tests/clients against it, with that interpreter
 
-Words of a prompt: "break" fails after three tokens, "endless" never ends; all else is answered with TEXT.
+A prompt with "break" fails after three tokens, and one with "endless" never ends. Any other is answered with TEXT.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ import uvicorn
 
 from chairlift.config import Config
 from chairlift.kernels.ops import LogitResult, StepArrays
-from chairlift.server.app import _bound, _uvicorn_config, create_app
+from chairlift.server import listener
+from chairlift.server.app import create_app
+from chairlift.server.process import uvicorn_config
 from support.in_process_server import fake_loaded
 from support.paths import TESTS
 from support.scripted_model import EOS, Script, ScriptedModel
 
 TEXT = " Hé🌍, “there”\n"
-"""Begins with a space and holds characters that come in several tokens."""
+"""Begins with a space, and has characters of several tokens."""
 CLIENTS = TESTS / "clients"
 
 
@@ -35,7 +37,7 @@ def _broken() -> int:
 
 
 class Talker(ScriptedModel):
-    """Chooses its script by the last of its words that the prompt holds."""
+    """Chooses its script by the first of its words that the prompt has."""
 
     _SCRIPTS: tuple[tuple[bytes, Script], ...] = (
         (b"break", [*b"abc", _broken]),
@@ -56,12 +58,12 @@ class Talker(ScriptedModel):
 
 @contextmanager
 def talking(config: Config | None = None) -> Iterator[str]:
-    """The address of a server that runs in a thread for as long as the block lasts."""
+    """The address of a server that runs in a thread while the block runs."""
     loaded = fake_loaded()
     loaded = replace(loaded, model=Talker(loaded.plan.num_blocks, loaded.tokenizer.vocab_bytes))
-    app = create_app(loaded, config or Config(body_limit_bytes=20_000))
-    server = uvicorn.Server(_uvicorn_config(app))
-    with _bound("127.0.0.1", 0) as sock:
+    app = create_app(lambda: loaded, config or Config(body_limit_bytes=20_000))
+    server = uvicorn.Server(uvicorn_config(app))
+    with listener.bind("127.0.0.1", 0) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
@@ -72,13 +74,13 @@ def talking(config: Config | None = None) -> Iterator[str]:
 
 
 def run_client(python: str, name: str, url: str) -> None:
-    """Runs one script of tests/clients. CalledProcessError when it is not content."""
+    """Runs one script of tests/clients. Raises CalledProcessError when it fails."""
     subprocess.run([python, str(CLIENTS / f"{name}.py"), url], check=True, timeout=120)
 
 
 if __name__ == "__main__":
-    logging.disable(logging.CRITICAL)  # of failures that were asked for
+    logging.disable(logging.CRITICAL)  # the clients provoke failures
     with talking() as address:
         for client in sys.argv[2:]:
             run_client(sys.argv[1], client, address)
-            print(f"{client}: content")
+            print(f"{client}: passed")

@@ -14,7 +14,19 @@ import pytest
 from starlette.applications import Starlette
 
 from conftest import TinyGGUF
-from support.in_process_server import CHAT, HELLO, TEXT, Call, Gate, fake_app, is_at_rest, run, serving, until
+from support.in_process_server import (
+    CHAT,
+    HELLO,
+    TEXT,
+    Call,
+    Gate,
+    fake_app,
+    is_at_rest,
+    num_awaited,
+    run,
+    serving,
+    until,
+)
 from support.paths import FIXTURES
 from support.server_process import serving as serving_process
 
@@ -87,10 +99,10 @@ def test_no_request_leaves_a_cycle(way: str) -> None:
     async def end_one(app: Starlette, gate: Gate) -> None:
         call = Call(app, TEXT, WAYS_TO_END[way])
         if way.startswith("left"):
-            await until(lambda: app.state.service._dispatch.num_open > 0)
+            await until(lambda: num_awaited(app) > 0)
             call.disconnect()
         if way == "failed":
-            await until(lambda: app.state.service._dispatch.num_open > 0)
+            await until(lambda: num_awaited(app) > 0)
             gate.error = ValueError("broken kernel")
         await call.done()
         gate.error = None

@@ -1,4 +1,4 @@
-"""Answers as the two endpoints write them, whole and in pieces; both come from the same pieces, so that they are equal.
+"""Answers as the two endpoints write them, whole and in chunks. Both come from the same fragments, so they are equal.
 
 whole     {"id", "object", "created", "model", "choices": [...], "usage": {...}}
 chunks    role  ->  content ...  ->  finish, empty  ->  usage, if asked for         one id and `created` for all
@@ -7,180 +7,245 @@ chunks    role  ->  content ...  ->  finish, empty  ->  usage, if asked for     
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from chairlift import __version__
 from chairlift.boot import Loaded
 from chairlift.engine.request import FinishReason, Request
 from chairlift.engine.sampling_params import TokenLogprob
-from chairlift.models.tokenizer import Tokenizer
+from chairlift.server import logprobs, responses
 from chairlift.server.dispatch import Delta
-from chairlift.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from chairlift.server.prepare import Job
-from chairlift.server.schema import ChatRequest, CompletionRequest
+from chairlift.server.prepare import PreparedRequest
+from chairlift.server.responses import Finish
 
-Json = dict[str, Any]
+WholeT = TypeVar("WholeT", responses.ChatCompletion, responses.TextCompletion)
+ChunkT = TypeVar("ChunkT", responses.ChatChunk, responses.TextChunk)
+ChunkChoiceT = TypeVar("ChunkChoiceT", responses.ChatChunkChoice, responses.TextChunkChoice)
+
+_FINISH: dict[FinishReason | None, Finish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+"""How an answer ends. A choice that failed or was cancelled has no such end."""
 
 
-class Piece(NamedTuple):
-    """Text that may be sent, with its tokens' log-probabilities when they were asked for."""
+class Fragment(NamedTuple):
+    """Text that may be sent now, with its tokens' log-probabilities if asked for."""
 
     text: str
-    logprobs: Json | None
+    entries: list[TokenLogprob]
+    echo: str | None  # the prompt, to be repeated before the text
 
 
 class _Choice:
     """One choice as it grows. Log-probabilities wait for the text that they belong to."""
 
-    def __init__(self, job: Job, request: Request, echo: str, tokenizer: Tokenizer) -> None:
-        self._job = job
-        self._request = request
+    def __init__(self, echo: str | None) -> None:
         self._echo = echo
-        self._has_echo = bool(job.echoes)
         self._held: list[TokenLogprob] = []
-        self._tokenizer = tokenizer
-        self._completion_logprobs = CompletionLogprobs(tokenizer)
         self.num_tokens = 0
 
-    def piece(self, delta: Delta) -> Piece | None:
-        """What can be sent now; None when there is nothing yet."""
+    def take(self, delta: Delta) -> Fragment | None:
+        """None when there is nothing to send yet."""
         self.num_tokens = delta.num_tokens
         self._held += delta.logprobs
         is_last = delta.finish_reason is not None
-        if not delta.text and not (is_last and (self._held or self._has_echo)):
+        if not delta.text and not (is_last and (self._held or self._echo is not None)):
             return None
-        held, self._held = self._held, []
-        has_echo, self._has_echo = self._has_echo, False
-        text = self._echo + delta.text if has_echo else delta.text
-        return Piece(text, self._logprobs(held, has_echo))
-
-    def _logprobs(self, held: list[TokenLogprob], has_echo: bool) -> Json | None:
-        body = self._job.body
-        if body.num_logprobs is None:
-            return None
-        if isinstance(body, ChatRequest):
-            return chat_logprobs(self._tokenizer, held)
-        if not has_echo:
-            return self._completion_logprobs.piece(held)
-        echoed = self._completion_logprobs.echo(self._echo, self._request.prompt, _of_prompt(self._request))
-        new = self._completion_logprobs.piece(held)
-        return {name: [*values, *new[name]] for name, values in echoed.items()}
+        fragment = Fragment(delta.text, self._held, self._echo)
+        self._held, self._echo = [], None
+        return fragment
 
 
-def _of_prompt(request: Request) -> list[TokenLogprob | None]:
-    """One entry per prompt token; the first has none, also when the engine had nothing to note for it."""
-    return request.prompt_logprobs or [None] * request.num_prompt
+class ResponseBuilder(ABC, Generic[WholeT, ChunkT, ChunkChoiceT]):
+    """Builds the response to one request, as a whole or chunk by chunk."""
 
+    def __init__(self, prepared: PreparedRequest, requests: Sequence[Request], loaded: Loaded) -> None:
+        self.prepared = prepared
+        self._requests = requests
+        self._tokenizer = loaded.tokenizer
+        echoes = prepared.echoes or (None,) * len(prepared.prompts)
+        self._choices = [_Choice(echo) for echo in echoes for _ in range(prepared.n)]
+        self._has_warned = False
+        plan = loaded.plan
+        self._created = int(time.time())
+        # An answer depends on these and nothing else of the server: see "Determinism" in the docs.
+        self._fingerprint = f"chairlift-{__version__}-{plan.isa}-a{plan.activation_bits}-{plan.kv_dtype}"
 
-@dataclass(slots=True)
-class Answer:
-    """Writes one job's answer, as JSON values."""
+    @abstractmethod
+    def whole(self, deltas: Sequence[Delta]) -> WholeT:
+        """The response that is not streamed, from each choice's whole output."""
 
-    job: Job
-    requests: Sequence[Request]
-    loaded: Loaded
-    choices: list[_Choice]
-    created: int
-    has_warned: bool = False  # warnings ride on a stream's first chunk
+    def opening(self) -> list[ChunkT]:
+        """The chunks that come before any output: the roles of a chat, none for a text."""
+        return []
 
-    @classmethod
-    def to(cls, job: Job, requests: Sequence[Request], loaded: Loaded) -> Answer:
-        """An answer of which nothing is written yet."""
-        echoes = job.echoes or ("",) * len(job.prompts)
-        choices = [_Choice(job, r, echoes[i // job.n], loaded.tokenizer) for i, r in enumerate(requests)]
-        return cls(job, requests, loaded, choices, int(time.time()))
+    @abstractmethod
+    def _chunk(self, choices: list[ChunkChoiceT]) -> ChunkT: ...
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether it answers a chat completion."""
-        return isinstance(self.job.body, ChatRequest)
+    @abstractmethod
+    def _chunk_choice(self, index: int, fragment: Fragment | None, finish: Finish | None) -> ChunkChoiceT: ...
 
-    def whole(self, deltas: Sequence[Delta]) -> Json:
-        """The response of a request that is not streamed, from each choice's whole output."""
-        body = self._head("chat.completion" if self.is_chat else "text_completion")
-        body["choices"] = [self._whole_choice(delta) for delta in deltas]
-        body["usage"] = self.usage()
-        if self.is_chat and self.job.body.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self.loaded.tokenizer, _of_prompt(self.requests[0]))
-        if self.job.warnings:
-            body["warnings"] = list(self.job.warnings)
-        return body
-
-    def opening(self) -> list[Json]:
-        """The first chunks of a chat: its roles. A text has none."""
-        role = {"role": "assistant", "content": ""}
-        return [self._chunk([_chat_choice(i, role)]) for i in range(len(self.choices))] if self.is_chat else []
-
-    def chunks(self, delta: Delta) -> list[Json]:
-        """The chunks that one choice's news make: content, and an empty one with the reason when it has ended well."""
+    def chunks(self, delta: Delta) -> list[ChunkT]:
+        """The chunks that new output of one choice makes: content, and an empty one when the choice has ended well."""
         made = []
-        piece = self.choices[delta.index].piece(delta)
-        if piece is not None:
-            made.append(self._chunk([self._piece_choice(delta.index, piece)]))
-        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            made.append(self._chunk([self._last_choice(delta.index, delta.finish_reason)]))
+        fragment = self._choices[delta.index].take(delta)
+        if fragment is not None:
+            made.append(self._chunk([self._chunk_choice(delta.index, fragment, None)]))
+        finish = _FINISH.get(delta.finish_reason)
+        if finish is not None:
+            made.append(self._chunk([self._chunk_choice(delta.index, None, finish)]))
         return made
 
-    def usage_chunk(self) -> Json:
-        """The chunk of token counts: no choices."""
-        return {**self._chunk([]), "usage": self.usage()}
+    def usage_chunk(self) -> ChunkT:
+        """The chunk that has token counts and no choices."""
+        chunk = self._chunk([])
+        chunk["usage"] = self._usage()
+        return chunk
 
-    def usage(self) -> Json:
-        """Token counts. A prompt counts once, however many choices it has."""
-        prompt_tokens = sum(map(len, self.job.prompts))
-        completion_tokens = sum(choice.num_tokens for choice in self.choices)
-        cached_tokens = sum(request.num_cached or 0 for request in self.requests[:: self.job.n])
+    def _with_extras(self, chunk: ChunkT) -> ChunkT:
+        """Adds a null `usage` if the last chunk will have one, and the warnings to the first chunk."""
+        if self.prepared.include_usage:
+            chunk["usage"] = None
+        if not self._has_warned and self.prepared.warnings:
+            chunk["warnings"] = list(self.prepared.warnings)
+            self._has_warned = True
+        return chunk
+
+    def _usage(self) -> responses.Usage:
+        prompt_tokens = sum(map(len, self.prepared.prompts))
+        completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        cached_tokens = sum(request.num_cached or 0 for request in self._requests[:: self.prepared.n])
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
-            "num_preemptions": sum(request.num_preemptions for request in self.requests),
+            "num_preemptions": sum(request.num_preemptions for request in self._requests),
         }
 
-    def _head(self, kind: str) -> Json:
-        plan = self.loaded.plan
+    def _prompt_logprobs(self, index: int) -> responses.PromptLogprobs:
+        return logprobs.prompt_logprobs(self._tokenizer, _prompt_entries(self._requests[index]))
+
+
+class ChatBuilder(ResponseBuilder[responses.ChatCompletion, responses.ChatChunk, responses.ChatChunkChoice]):
+    """Builds the response of /v1/chat/completions."""
+
+    def whole(self, deltas: Sequence[Delta]) -> responses.ChatCompletion:
+        """The response that is not streamed."""
+        body: responses.ChatCompletion = {
+            "id": self.prepared.id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self.prepared.model,
+            "system_fingerprint": self._fingerprint,
+            "choices": [self._whole_choice(delta) for delta in deltas],
+            "usage": self._usage(),
+        }
+        if self.prepared.body.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._prompt_logprobs(0)
+        if self.prepared.warnings:
+            body["warnings"] = list(self.prepared.warnings)
+        return body
+
+    def _whole_choice(self, delta: Delta) -> responses.ChatChoice:
+        fragment = self._choices[delta.index].take(delta)
         return {
-            "id": self.job.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.job.model,
-            # An answer depends on these and nothing else of the server: see "Determinism" in the docs.
-            "system_fingerprint": f"chairlift-{__version__}-{plan.isa}-a{plan.activation_bits}-{plan.kv_dtype}",
+            "index": delta.index,
+            "logprobs": self._logprobs(fragment),
+            "finish_reason": _FINISH[delta.finish_reason],
+            "message": {"role": "assistant", "content": fragment.text if fragment else "", "refusal": None},
         }
 
-    def _chunk(self, choices: list[Json]) -> Json:
-        chunk = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
-        chunk["choices"] = choices
-        if self.job.include_usage:
-            chunk["usage"] = None
-        if self.job.warnings and not self.has_warned:
-            chunk["warnings"] = list(self.job.warnings)
-            self.has_warned = True
-        return chunk
+    def opening(self) -> list[responses.ChatChunk]:
+        """The role of each choice."""
+        role: responses.ChatDelta = {"role": "assistant", "content": ""}
+        empty = [self._chunk_choice(i, None, None) for i in range(len(self._choices))]
+        return [self._chunk([{**choice, "delta": role}]) for choice in empty]
 
-    def _piece_choice(self, index: int, piece: Piece) -> Json:
-        if self.is_chat:
-            return _chat_choice(index, {"content": piece.text}, piece.logprobs)
-        return {"index": index, "text": piece.text, "logprobs": piece.logprobs, "finish_reason": None}
+    def _chunk(self, choices: list[responses.ChatChunkChoice]) -> responses.ChatChunk:
+        chunk: responses.ChatChunk = {
+            "id": self.prepared.id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self.prepared.model,
+            "system_fingerprint": self._fingerprint,
+            "choices": choices,
+        }
+        return self._with_extras(chunk)
 
-    def _last_choice(self, index: int, reason: FinishReason) -> Json:
-        if self.is_chat:
-            return {**_chat_choice(index, {}), "finish_reason": str(reason)}
-        return {"index": index, "text": "", "logprobs": None, "finish_reason": str(reason)}
+    def _chunk_choice(self, index: int, fragment: Fragment | None, finish: Finish | None) -> responses.ChatChunkChoice:
+        delta: responses.ChatDelta = {"content": fragment.text} if fragment else {}
+        return {"index": index, "delta": delta, "logprobs": self._logprobs(fragment), "finish_reason": finish}
 
-    def _whole_choice(self, delta: Delta) -> Json:
-        piece = self.choices[delta.index].piece(delta) or Piece("", None)
-        choice: Json = {"index": delta.index, "logprobs": piece.logprobs, "finish_reason": str(delta.finish_reason)}
-        if self.is_chat:
-            return {**choice, "message": {"role": "assistant", "content": piece.text, "refusal": None}}
-        if isinstance(self.job.body, CompletionRequest) and self.job.body.prompt_logprobs is not None:
-            request = self.requests[delta.index]
-            choice["prompt_logprobs"] = prompt_logprobs(self.loaded.tokenizer, _of_prompt(request))
-        return {**choice, "text": piece.text}
+    def _logprobs(self, fragment: Fragment | None) -> responses.ChatLogprobs | None:
+        if fragment is None or self.prepared.body.num_logprobs is None:
+            return None
+        return logprobs.chat_logprobs(self._tokenizer, fragment.entries)
 
 
-def _chat_choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+class TextBuilder(ResponseBuilder[responses.TextCompletion, responses.TextChunk, responses.TextChunkChoice]):
+    """Builds the response of /v1/completions."""
+
+    def __init__(self, prepared: PreparedRequest, requests: Sequence[Request], loaded: Loaded) -> None:
+        super().__init__(prepared, requests, loaded)
+        self._logprobs_builders = [logprobs.TextLogprobsBuilder(loaded.tokenizer) for _ in requests]
+
+    def whole(self, deltas: Sequence[Delta]) -> responses.TextCompletion:
+        """The response that is not streamed."""
+        body: responses.TextCompletion = {
+            "id": self.prepared.id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self.prepared.model,
+            "system_fingerprint": self._fingerprint,
+            "choices": [self._whole_choice(delta) for delta in deltas],
+            "usage": self._usage(),
+        }
+        if self.prepared.warnings:
+            body["warnings"] = list(self.prepared.warnings)
+        return body
+
+    def _whole_choice(self, delta: Delta) -> responses.TextChoice:
+        fragment = self._choices[delta.index].take(delta)
+        choice: responses.TextChoice = {
+            "index": delta.index,
+            "logprobs": self._logprobs(delta.index, fragment),
+            "finish_reason": _FINISH[delta.finish_reason],
+            "text": _text(fragment),
+        }
+        if self.prepared.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs(delta.index)
+        return choice
+
+    def _chunk(self, choices: list[responses.TextChunkChoice]) -> responses.TextChunk:
+        chunk: responses.TextChunk = {
+            "id": self.prepared.id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self.prepared.model,
+            "system_fingerprint": self._fingerprint,
+            "choices": choices,
+        }
+        return self._with_extras(chunk)
+
+    def _chunk_choice(self, index: int, fragment: Fragment | None, finish: Finish | None) -> responses.TextChunkChoice:
+        found = self._logprobs(index, fragment)
+        return {"index": index, "text": _text(fragment), "logprobs": found, "finish_reason": finish}
+
+    def _logprobs(self, index: int, fragment: Fragment | None) -> responses.TextLogprobs | None:
+        if fragment is None or self.prepared.body.num_logprobs is None:
+            return None
+        builder, request = self._logprobs_builders[index], self._requests[index]
+        if fragment.echo is None:
+            return builder.output(fragment.entries)
+        prompt = builder.prompt(fragment.echo, request.prompt, _prompt_entries(request))
+        return logprobs.joined(prompt, builder.output(fragment.entries))
+
+
+def _text(fragment: Fragment | None) -> str:
+    return (fragment.echo or "") + fragment.text if fragment else ""
+
+
+def _prompt_entries(request: Request) -> list[TokenLogprob | None]:
+    """One per prompt token, also when the engine noted none; None for the first."""
+    return request.prompt_logprobs or [None] * request.num_prompt

@@ -1,4 +1,4 @@
-"""A request's body: read within its limit, and parsed as JSON that holds nothing a program cannot send on."""
+"""A request's body: read within its limit, and parsed as JSON that every program can read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import Receive, Scope
 
-from chairlift.server.problem import BodyTooLarge, ClientGone, InvalidJson, WrongContentType, clip
+from chairlift.server.http_errors import BodyTooLarge, ClientGone, InvalidJson, WrongContentType
+from chairlift.text import one_line
 
 _JSON_TYPE = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 
@@ -21,7 +22,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def check_content_type(scope: Scope) -> None:
-    """WrongContentType unless the body says it is JSON, and not packed in some other way."""
+    """Raises WrongContentType unless the body is declared as JSON and is not compressed."""
     if _JSON_TYPE.fullmatch(header(scope, b"content-type") or b"") is None:
         raise WrongContentType("the body must be JSON, sent with `Content-Type: application/json`")
     if (header(scope, b"content-encoding") or b"identity").strip().lower() != b"identity":
@@ -29,9 +30,9 @@ def check_content_type(scope: Scope) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The whole body. BodyTooLarge from its declared length alone, or as soon as it grows beyond the limit."""
+    """The whole body. Raises BodyTooLarge for its declared length, or as soon as it grows beyond the limit."""
     declared = header(scope, b"content-length") or b""
-    # isascii too: int() and isdigit() disagree beyond ASCII. More digits than 18 are too large in any case.
+    # More than 18 digits are too large in any case.
     if declared.isdigit() and (len(declared.lstrip(b"0")) > 18 or int(declared) > limit_bytes):
         raise BodyTooLarge(limit_bytes)
     parts, size, more = [], 0, True
@@ -48,17 +49,17 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
 
 
 def parse_json(body: bytes) -> Any:
-    """The value. InvalidJson for anything that is not JSON in UTF-8.
+    """The value. Raises InvalidJson for anything that is not JSON in UTF-8.
 
-    Also refused: NaN and infinities, numbers that overflow to one (1e999), lone surrogates, nesting beyond 200, and a
-    name that comes twice in one object, since one of its values would have to be ignored.
+    It also refuses NaN and infinities, numbers that overflow to one (1e999), lone surrogates, nesting beyond 200, and
+    an object with the same name twice, since one of the two values would have to be ignored.
     """
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidJson(f"the body is not valid JSON: {error}") from None
-    # The first parser keeps the last of two values without a word, and turns 1e999 into an infinity; the second one
-    # sees all pairs and numbers. Neither holds the interpreter for long: 50 ms together for 20 MB.
+    # The first parser silently keeps the last of two values and turns 1e999 into an infinity. The second one sees all
+    # pairs and numbers. Neither holds the interpreter for long: 50 ms together for 20 MB.
     json.loads(body, object_pairs_hook=_refuse_twins, parse_float=_refuse_overflow)
     return value
 
@@ -67,7 +68,7 @@ def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
-            raise InvalidJson(f"the body names `{clip(name)}` twice in one object")
+            raise InvalidJson(f"the body names `{one_line(name)}` twice in one object")
         seen.add(name)
 
 

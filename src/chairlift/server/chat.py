@@ -1,41 +1,32 @@
-"""Messages to prompt text: what a chat request may hold, made plain for a chat template.
+"""From messages to prompt text: checks the messages, and brings them into the form that chat templates expect.
 
-Templates are written for strings: text parts are joined, a null becomes "", the newer role name "developer" becomes
-"system" where a template does not know it. Whatever a template would drop without a word is refused instead.
+Templates expect strings, so text parts are joined and a null becomes "". The newer role name "developer" becomes
+"system" where a template does not know it. What a template would silently drop is refused instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from chairlift.errors import RequestError
-from chairlift.server.problem import UnsupportedParameter, clip
+from chairlift.models.template import ChatTemplate
+from chairlift.server.http_errors import UnsupportedParameter
 from chairlift.server.schema import ROLES, ChatRequest
+from chairlift.text import one_line
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"})
 
-_MARK = "\ue000{}\ue001"  # of Unicode's private use: nobody's own words
-
-
-class Template(Protocol):
-    """The part of a chat template that is used here."""
-
-    @property
-    def source(self) -> str:
-        """Its Jinja text."""
-
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """The prompt; RequestError with the template's own words when it refuses."""
+_MARK = "\ue000{}\ue001"  # private-use characters, which no message is likely to hold
 
 
 _KNOWN = frozenset({"role", "content", "tool_calls", "function_call", "audio", "refusal"})
 
 
-def ignored(request: ChatRequest, template: Template) -> list[str]:
-    """What nobody has read: fields of messages, and variables, that the template's text does not name; fields of parts.
+def ignored(request: ChatRequest, template: ChatTemplate) -> list[str]:
+    """The names that the prompt cannot depend on: message fields and variables that the template's text does not name.
 
-    Text parts reach a template as one string, so that none of their other fields can.
+    Further fields of text parts are among them, since the template gets all parts as one string.
     """
     fields = _named(request.messages) - _KNOWN
     variables = request.chat_template_kwargs or {}
@@ -48,18 +39,18 @@ def ignored(request: ChatRequest, template: Template) -> list[str]:
 
 
 def _named(objects: Iterable[dict[str, Any]]) -> set[str]:
-    """The names that any of these gives a value to."""
+    """The names that have a value other than null in any of the objects."""
     return {name for value in objects for name, inner in value.items() if inner is not None}
 
 
-def render(request: ChatRequest, template: Template | None) -> str:
-    """The prompt text of a chat request. RequestError names the message and what is wrong with it."""
+def render(request: ChatRequest, template: ChatTemplate | None) -> str:
+    """The prompt text of a chat request. A RequestError names the message and what is wrong with it."""
     if template is None:
         raise RequestError("this model has no chat template", param="messages", hint="use /v1/completions")
     extra = request.chat_template_kwargs or {}
     for name in extra:
         if name in _RESERVED or not name.isidentifier():
-            raise RequestError(f"`chat_template_kwargs` may not set `{clip(name)}`", param="chat_template_kwargs")
+            raise RequestError(f"`chat_template_kwargs` may not set `{one_line(name)}`", param="chat_template_kwargs")
     options = {**extra, "add_generation_prompt": request.add_generation_prompt is not False}
     messages = [_plain(message, f"messages[{i}]", template.source) for i, message in enumerate(request.messages)]
     try:
@@ -71,10 +62,10 @@ def render(request: ChatRequest, template: Template | None) -> str:
     return text
 
 
-def _refuse_dropped(messages: list[dict[str, Any]], template: Template, options: dict[str, Any]) -> None:
-    """RequestError for a message that the template passes over without a word, as some do with roles they do not know.
+def _refuse_dropped(messages: list[dict[str, Any]], template: ChatTemplate, options: dict[str, Any]) -> None:
+    """Raises RequestError for a message that the template silently drops, as some do with roles they do not know.
 
-    Only a rendering tells: many templates write any role as it comes, and name none.
+    Many templates write any role and name none, so a second rendering finds out, with a mark as the message's content.
     """
     doubtful = [
         i
@@ -90,7 +81,7 @@ def _refuse_dropped(messages: list[dict[str, Any]], template: Template, options:
     try:
         text = template.render(marked, **options)
     except RequestError:
-        return  # it reads the content, and does not take the mark for one
+        return  # a template that interprets contents refuses the mark
     for i in doubtful:
         if _MARK.format(i) not in text:
             role, where = messages[i]["role"], f"messages[{i}].role"
@@ -98,7 +89,7 @@ def _refuse_dropped(messages: list[dict[str, Any]], template: Template, options:
 
 
 def _plain(message: dict[str, Any], where: str, source: str) -> dict[str, Any]:
-    """One message as templates expect it."""
+    """One message in the form that templates expect."""
     role = message.get("role")
     if role not in ROLES:
         raise RequestError(f"`{where}.role` must be one of {', '.join(ROLES)}", param=f"{where}.role")
@@ -117,7 +108,7 @@ def _plain(message: dict[str, Any], where: str, source: str) -> dict[str, Any]:
 
 
 def _text(message: dict[str, Any], where: str) -> str:
-    """The content as one string; the parts of a list are joined by line ends."""
+    """The content as one string. Parts are joined by line ends."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -137,7 +128,7 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise RequestError(f"`{where}` must be an object with a `type`", param=where)
     if part["type"] != "text":
-        kind = clip(part["type"])
+        kind = one_line(part["type"])
         raise RequestError(f"`{where}` is of type {kind!r}; this server supports text parts only", param=where)
     if not isinstance(part.get("text"), str):
         raise RequestError(f"`{where}.text` must be a string", param=f"{where}.text")

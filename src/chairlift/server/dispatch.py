@@ -1,9 +1,9 @@
-"""The hop from the engine thread to asyncio: once a step for everybody, then to the one who waits for it.
+"""The hop from the engine thread to asyncio: once a step for all requests, then to the coroutine that waits for each.
 
     engine thread   deliver(outputs)  --append-->  inbox   -- call_soon_threadsafe, unless one is on its way -->
     event loop      _spread()         --push-->    Listener of each HTTP request  -- Event -->  its coroutine
 
-Nothing here grows with a slow reader: what has not been taken is merged, so that a Listener holds at most one Delta for
+Nothing here grows with a slow reader: outputs that were not taken are merged. A Listener holds at most one Delta for
 each choice, and a Delta at most the one answer.
 """
 
@@ -23,7 +23,7 @@ from chairlift.errors import ChairliftError
 
 @dataclass(slots=True)
 class Delta:
-    """What is new for one choice since it was last taken."""
+    """The new output of one choice since it was last taken."""
 
     index: int
     text: str = ""
@@ -34,7 +34,7 @@ class Delta:
     made_s: float = 0.0  # Unix time at which the newest of it left the engine
 
     def add(self, output: Output | Delta) -> None:
-        """Adds what came later."""
+        """Appends later output."""
         self.text += output.text
         self.logprobs.extend(output.logprobs)
         self.num_tokens = output.num_tokens
@@ -53,16 +53,16 @@ class Listener:
 
     @property
     def is_done(self) -> bool:
-        """Whether every choice has ended and was taken."""
+        """Whether every choice has ended and all output was taken."""
         return not self._open and not self._news
 
     @property
     def unfinished(self) -> list[Request]:
-        """Those the engine still works for."""
+        """The requests that the engine still works on."""
         return [self.requests[i] for i in sorted(self._open)]
 
     def push(self, index: int, output: Output, made_s: float) -> None:
-        """Merges one output, made at that Unix time, into what waits to be taken."""
+        """Merges an output of one choice, made at that Unix time, into what `take` will return."""
         if index not in self._open:
             return
         delta = self._news.setdefault(index, Delta(index))
@@ -73,7 +73,7 @@ class Listener:
         self._event.set()
 
     async def take(self) -> list[Delta]:
-        """Everything new, by choice; waits until there is something."""
+        """All new output, by choice. Waits until there is some."""
         await self._event.wait()
         self._event.clear()
         news, self._news = self._news, {}
@@ -81,7 +81,7 @@ class Listener:
 
 
 class Dispatch:
-    """Knows who waits for which request."""
+    """Knows the listener of each request."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,28 +90,23 @@ class Dispatch:
         self._inbox: list[tuple[list[Output], float]] = []
         self._waiting: dict[Request, tuple[Listener, int]] = {}
 
-    @property
-    def num_open(self) -> int:
-        """Choices that somebody waits for."""
-        return len(self._waiting)
-
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Names the loop that listeners live on."""
+        """Sets the loop that listeners live on."""
         self._loop = loop
 
     def deliver(self, outputs: list[Output]) -> None:
-        """Takes one step's outputs, on the engine thread."""
+        """Takes one step's outputs. Called on the engine thread."""
         with self._lock:
             is_first = not self._inbox
             self._inbox.append((outputs, time.time()))
         if is_first and self._loop is not None:
-            # A closed loop means that the process is on its way out and nobody listens.
+            # A closed loop means that the process is about to end and has no listeners.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._spread)
 
     @contextlib.contextmanager
     def listen(self, requests: Sequence[Request]) -> Iterator[Listener]:
-        """A listener that hears of these requests for as long as the block lasts."""
+        """A listener that receives the outputs of these requests while the block runs."""
         listener = Listener(requests)
         self._waiting.update((request, (listener, i)) for i, request in enumerate(requests))
         try:
@@ -121,7 +116,7 @@ class Dispatch:
                 del self._waiting[request]
 
     def fail_all(self, error: ChairliftError) -> None:
-        """Ends every wait with an error; the engine's requests are the caller's matter."""
+        """Ends every listener's wait with an error. The caller must end the engine's requests itself."""
         ends = [Output(request, "", 0, (), FinishReason.ERROR, error) for request in self._waiting]
         self._push(ends, time.time())
 

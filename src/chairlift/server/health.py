@@ -1,28 +1,22 @@
-"""Readiness, liveness and numbers: small, and never waiting for the engine."""
+"""What the server says of itself: health, liveness, the queue, metrics, its version. Never waits for the engine."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from chairlift import __version__
 from chairlift.server import metrics
-from chairlift.server.problem import JsonResponse
-from chairlift.server.service import Service
+from chairlift.server.middleware import caller
+from chairlift.server.responses import Health, JsonResponse, Liveness, Queue, Root, TypedResponse, Version
+from chairlift.server.service import service_of
 
 
-def _service(request: Request) -> Service:
-    found: Service = request.app.state.service
-    return found
-
-
-async def health(request: Request) -> Response:
-    """GET /health: 200 when requests are taken and make progress; else 503 and why."""
-    service = _service(request)
-    body: dict[str, Any] = {"status": service.state, "uptime_s": round(time.time() - service.started_s, 3)}
+async def health(request: Request) -> JsonResponse[Health]:
+    """GET /health: 200 when requests are taken and make progress, else 503 with the state that says why."""
+    service = service_of(request.scope)
+    body: Health = {"status": service.state, "uptime_s": round(time.time() - service.started_s, 3)}
     snapshot = service.snapshot()
     if snapshot is not None:
         plan = service.serving.loaded.plan
@@ -43,24 +37,30 @@ async def health(request: Request) -> Response:
     return JsonResponse(body, 200 if body["status"] == "ready" else 503)
 
 
-async def live(request: Request) -> Response:
+async def live(request: Request) -> JsonResponse[Liveness]:
     """GET /live: 200 as long as a restart would not help."""
-    state = _service(request).state
+    state = service_of(request.scope).state
     return JsonResponse({"status": state}, 503 if state == "dead" else 200)
 
 
-async def version(_: Request) -> Response:
+async def queue(request: Request) -> JsonResponse[Queue]:
+    """GET /v1/queue; 503 while loading. With API keys, a request's id is shown to its own key only."""
+    serving = service_of(request.scope).serving
+    return JsonResponse(serving.queue_status.view(caller(request.scope).key_name))
+
+
+async def exposition(request: Request) -> TypedResponse[str]:
+    """GET /metrics; 503 while loading."""
+    text = service_of(request.scope).serving.metrics.exposition()
+    return TypedResponse(text, headers={"content-type": metrics.CONTENT_TYPE})
+
+
+async def version(_: Request) -> JsonResponse[Version]:
     """GET /version."""
     return JsonResponse({"version": __version__})
 
 
-async def exposition(request: Request) -> Response:
-    """GET /metrics; 503 before there is a model."""
-    text = _service(request).serving.metrics.exposition()
-    return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
-
-
-async def root(request: Request) -> Response:
-    """GET /: where to go from here."""
+async def root(request: Request) -> JsonResponse[Root]:
+    """GET /: the paths that there are."""
     paths = [route.path for route in request.app.routes]
     return JsonResponse({"server": "chairlift", "version": __version__, "paths": paths})

@@ -1,4 +1,4 @@
-"""The server's log: one line per finished request, one per ten seconds of work. Nothing of a prompt is ever in it."""
+"""The server's log: a line per finished request, and one per ten seconds of work. It never holds text of a prompt."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; a record's `fields` stay fields."""
+    """One JSON object per line. A record's `fields` become fields of the object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """The line of one record."""
         line: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -35,33 +35,34 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(*, as_json: bool) -> logging.handlers.QueueListener:
-    """Sends the process's log to standard error from a thread of its own, so that a full pipe stops neither the event
-    loop nor the engine. The caller stops the listener at the end.
+    """Sends the process's log to standard error from a thread of its own. The caller stops that thread at the end.
+
+    A full pipe then stops neither the event loop nor the engine.
     """
     handler = logging.StreamHandler(sys.stderr)
     text = "%(asctime)s.%(msecs)03d %(levelname)s %(message)s"
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(text, "%Y-%m-%d %H:%M:%S"))
     lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     root = logging.getLogger()
-    root.handlers = [_KeepingHandler(lines)]
+    root.handlers = [_UnformattedHandler(lines)]
     root.setLevel(logging.INFO)
     for name in ("uvicorn", "uvicorn.error"):
-        # Its own start and stop lines say what ours say already.
+        # uvicorn's lines about start and stop repeat ours.
         logging.getLogger(name).setLevel(logging.WARNING)
     listener = logging.handlers.QueueListener(lines, handler)
     listener.start()
     return listener
 
 
-class _KeepingHandler(logging.handlers.QueueHandler):
-    """Leaves formatting to the thread that writes; no process boundary is crossed."""
+class _UnformattedHandler(logging.handlers.QueueHandler):
+    """Leaves formatting to the thread that writes. The base class formats first, to reach other processes."""
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         return record
 
 
 def write(event: str, fields: dict[str, Any]) -> None:
-    """One line of named figures."""
+    """Writes one line of named figures."""
     text = " ".join(f"{name}={_show(value)}" for name, value in fields.items())
     log.info("%s %s", event, text, extra={"fields": {"event": event, **fields}})
 
@@ -74,9 +75,9 @@ class RequestLog(Observer):
     """Writes the line of each finished request."""
 
     def finished(self, request: Request) -> None:
-        """It ended, however it ended."""
+        """Writes the line."""
         timing = request.timing
-        # Of a request that ended early some stamps are missing; its figures run to the end it had.
+        # A request that ended early lacks some time stamps. The time of its end stands in for them.
         scheduled_s = timing.scheduled_s or timing.finished_s
         first_s = timing.first_token_s or timing.finished_s
         end = str(request.finish_reason)
@@ -100,36 +101,36 @@ class RequestLog(Observer):
 
 
 def phase(request: Request) -> str:
-    """How far a request came: queued, prefill or decode."""
+    """The phase that a request was in: queued, prefill or decode."""
     if not request.timing.scheduled_s:
         return "queued"
     return "decode" if request.timing.first_token_s else "prefill"
 
 
-class Summary(Observer):
-    """Adds up what the engine did since the last line. The engine thread adds, the event loop reads."""
+class WorkLog(Observer):
+    """Adds up the engine's work between two lines. The engine thread adds, and the event loop reads."""
 
     def __init__(self) -> None:
         self._total = [0, 0, 0, 0, 0]  # steps, prompt tokens, output tokens, queried and hit prompt tokens
         self._told = [0, 0, 0, 0, 0]
 
     def step_done(self, stats: StepStats) -> None:
-        """A step was committed."""
+        """Counts a step and its prompt tokens."""
         self._total[0] += 1
         self._total[1] += stats.num_prompt_tokens
 
     def first_token(self, request: Request) -> None:
-        """Its first token was sampled: its hits are known."""
+        """Counts an output token, and the request's prefix hits, which are final now."""
         self._total[2] += 1
         self._total[3] += request.num_prompt
         self._total[4] += request.num_cached or 0
 
     def next_tokens(self, gaps: Sequence[tuple[Request, float]]) -> None:
-        """Further tokens were sampled."""
+        """Counts output tokens."""
         self._total[2] += len(gaps)
 
     def write(self, snapshot: EngineSnapshot, seconds: float) -> None:
-        """The line for the last `seconds`; none when no step was done in them."""
+        """Writes the line for the last `seconds`, unless they had no step."""
         now = list(self._total)
         steps, prompt, output, queried, hit = (a - b for a, b in zip(now, self._told, strict=True))
         self._told = now

@@ -1,8 +1,7 @@
-"""/metrics: what Prometheus reads. Names as vLLM's, with our prefix; counters and histograms for all that is a rate.
+"""/metrics, for Prometheus. Names are vLLM's with our prefix; every rate is a counter or a histogram.
 
-Owns a registry per server (nothing global) and fills it on the engine thread as an Observer; gauges are read from the
-engine's snapshot when scraped, so that they are right also when nothing runs. A scrape changes nothing and waits for
-nobody.
+Each server has a registry of its own. As an Observer it is filled on the engine thread. Gauges are read from the
+engine's snapshot during a scrape, so they are right also when nothing runs. A scrape changes nothing and never waits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from chairlift.server.log import phase
 PREFIX = "chairlift:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# A small processor takes minutes where an accelerator takes a second: buckets must reach there.
+# Buckets reach minutes: a small processor takes them where an accelerator takes a second.
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 GAP_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 E2E_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600)
@@ -43,7 +42,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class Metrics(Observer):
-    """Every metric of one server."""
+    """All metrics of one server."""
 
     def __init__(self, plan: Plan) -> None:
         self._registry = CollectorRegistry()
@@ -96,7 +95,7 @@ class Metrics(Observer):
         for kind in _refusals():
             self._refused.labels(self._model, kind.code)
 
-    # -- making them: every child exists before the first request -----------------------------------------------------
+    # -- construction: every time series exists before the first request ----------------------------------------------
 
     def _histogram(self, name: str, help: str, bounds: Sequence[float]) -> _Histogram:
         made = _Histogram([self._model], bounds)
@@ -104,7 +103,7 @@ class Metrics(Observer):
         return made
 
     def _by_stream(self, name: str, help: str, bounds: Sequence[float]) -> list[_Histogram]:
-        """One for unstreamed and one for streamed requests, to be indexed by `request.stream`."""
+        """A histogram of unstreamed and one of streamed requests, indexed by `request.stream`."""
         made = [_Histogram([self._model, stream], bounds) for stream in STREAM]
         self._registry.register(_Histograms(name, help, ["model_name", "stream"], made))
         return made
@@ -116,46 +115,46 @@ class Metrics(Observer):
         made = Counter(PREFIX + name, help, ["model_name", label], registry=self._registry)
         return {value: made.labels(self._model, value) for value in values}
 
-    # -- the server ---------------------------------------------------------------------------------------------------
+    # -- for the server -----------------------------------------------------------------------------------------------
 
     def watch(self, snapshot: Callable[[], EngineSnapshot]) -> None:
-        """Names where the gauges are read from."""
+        """Sets where the gauges are read from."""
         self._snapshot = snapshot
 
     def snapshot(self) -> EngineSnapshot:
-        """Where the engine stands now."""
+        """The engine's numbers; all 0 before `watch`."""
         return self._snapshot()
 
     def refused(self, reason: str) -> None:
-        """A request was refused before the engine took it, or could not be answered."""
+        """Counts a request that was refused or could not be answered, by the code of its error."""
         self._refused.labels(self._model, reason).inc()
 
     def cancelled(self, phase_name: str) -> None:
-        """A client left in that phase."""
+        """Counts a request whose client left in that phase."""
         self._cancelled[phase_name].inc()
 
     def exposition(self) -> bytes:
         """The text that Prometheus reads."""
         return generate_latest(_WithoutCreated(self._registry))
 
-    # -- the engine thread --------------------------------------------------------------------------------------------
+    # -- for the engine thread ----------------------------------------------------------------------------------------
 
     def step_done(self, stats: StepStats) -> None:
-        """A step was committed."""
+        """Observes the step's time and rows."""
         self._step.observe(stats.seconds)
         self._rows.observe(stats.num_rows)
         if stats.overhead_s > 0:
             self._overhead.observe(stats.overhead_s)
 
     def admitted(self, request: Request) -> None:
-        """Its queue wait is over."""
+        """Observes the queue wait and the size of the prompt."""
         self._queue.observe(request.timing.scheduled_s - request.timing.arrival_s)
         self._prompt_size.observe(request.num_prompt)
         if request.params.choice == 0:
             self._prompt.inc(request.num_prompt)
 
     def first_token(self, request: Request) -> None:
-        """Its first token was sampled."""
+        """Observes the time to the first token, and counts prefix hits."""
         timing = request.timing
         self._ttft[request.stream].observe(timing.first_token_s - timing.arrival_s)
         self._prefill.observe(timing.first_token_s - timing.scheduled_s)
@@ -163,25 +162,25 @@ class Metrics(Observer):
         self._count_hits(request)
 
     def next_tokens(self, gaps: Sequence[tuple[Request, float]]) -> None:
-        """Further tokens were sampled."""
+        """Observes the gaps between tokens."""
         self._generated.inc(len(gaps))
         for request, gap_s in gaps:
             self._gap[request.stream].observe(gap_s)
 
     def preempted(self, request: Request) -> None:
-        """It lost its blocks."""
+        """Counts the preemption."""
         self._preemptions.inc()
 
     def step_failed(self) -> None:
-        """A step failed."""
+        """Counts the failed step."""
         self._failed_steps.inc()
 
     def stalled(self) -> None:
-        """No step ended for too long."""
+        """Counts the stall."""
         self._stalls.inc()
 
     def finished(self, request: Request) -> None:
-        """It ended. Latencies are of answers only: a client that leaves early would flatter them."""
+        """Counts the end by its kind. Latencies are of answered requests only: early ends would flatter them."""
         reason = request.finish_reason
         if phase(request) == "prefill":
             self._count_hits(request)
@@ -195,7 +194,7 @@ class Metrics(Observer):
             self._answered(request)
 
     def _count_hits(self, request: Request) -> None:
-        """Once a request, when its prompt is done: blocks that others compute become hits as long as it is not."""
+        """Called once per request, when its prompt is computed: until then more of its blocks may become hits."""
         self._queries.inc(request.num_prompt)
         self._hits.inc(request.num_cached or 0)
 
@@ -212,7 +211,7 @@ class Metrics(Observer):
 
 
 def _refusals(kind: type[ChairliftError] = ChairliftError) -> Iterator[type[ChairliftError]]:
-    """Every kind of error that a request may be refused with."""
+    """The kinds of error that a request can be refused with."""
     if issubclass(kind, ConfigError | ModelError | DoesNotFit):
         return
     yield kind
@@ -224,20 +223,19 @@ _NOTHING = EngineSnapshot(0, 0, 0, 1, 0, 0, None)
 
 
 class _WithoutCreated(Collector):
-    """Leaves out the client library's `_created` samples: one more time series per counter, which nobody reads."""
+    """Leaves out the client library's `_created` samples, which would be one more time series per counter."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric, without them."""
         for metric in self._registry.collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
 
 
 class _Histogram:
-    """Counts how many values lie between its bounds; for one thread. The library's own takes three times as long."""
+    """Counts the values between its bounds, for one thread. The library's histogram takes three times as long."""
 
     def __init__(self, labels: Sequence[str], bounds: Sequence[float]) -> None:
         self.labels = labels
@@ -246,19 +244,17 @@ class _Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Takes in one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
 
 class _Histograms(Collector):
-    """The histograms of one name, which differ in their labels' values."""
+    """The histograms of one name, one for each value of their labels."""
 
     def __init__(self, name: str, help: str, labels: Sequence[str], members: Sequence[_Histogram]) -> None:
         self._name, self._help, self._labels, self._members = PREFIX + name, help, labels, members
 
     def collect(self) -> Iterator[Metric]:
-        """All of them."""
         made = HistogramMetricFamily(self._name, self._help, labels=self._labels)
         for member in self._members:
             bounds = [*map(floatToGoString, member.bounds), "+Inf"]
@@ -267,14 +263,13 @@ class _Histograms(Collector):
 
 
 class _EngineGauges(Collector):
-    """Where the engine stands, read when asked, and how it was sized."""
+    """The engine's numbers at the time of the scrape, and its sizes."""
 
     def __init__(self, metrics: Metrics, plan: Plan) -> None:
         self._metrics = metrics
         self._plan = plan
 
     def collect(self) -> Iterator[Metric]:
-        """The gauges."""
         now, plan = self._metrics.snapshot(), self._plan
         yield self._gauge("num_requests_running", "Requests that hold a slot.", now.num_running)
         yield self._gauge("num_requests_waiting", "Requests that wait for one.", now.num_waiting)
@@ -293,13 +288,12 @@ class _EngineGauges(Collector):
 
 
 class _ProcessCounters(Collector):
-    """What the machine did to this process: waits for pages, and pauses by the container's CPU quota."""
+    """What the kernel counts for this process: waits for pages, and pauses by the container's CPU quota."""
 
     def __init__(self, cgroup: Path) -> None:
         self._cgroup = cgroup
 
     def collect(self) -> Iterator[Metric]:
-        """Counters that the kernel keeps."""
         periods, throttled, seconds = throttling(self._cgroup)
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         yield _total("process_major_page_faults", "Page faults that waited for a disk.", faults)
@@ -313,7 +307,7 @@ def _total(name: str, help: str, value: float) -> Metric:
 
 
 def throttling(cgroup: Path) -> tuple[int, int, float]:
-    """Periods, throttled periods and throttled seconds of this cgroup (v2, else v1); zeros where there is none."""
+    """Periods, throttled periods and throttled seconds of this cgroup (v2, else v1); zeros without a quota."""
     for path in (cgroup / "cpu.stat", cgroup / "cpu" / "cpu.stat", cgroup / "cpu,cpuacct" / "cpu.stat"):
         try:
             lines = path.read_text(encoding="ascii").splitlines()

@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, the error it may end in, and the key it must bring.
+"""What surrounds every request: its id, the error that it may end in, and its API key.
 
 Plain ASGI, since Starlette's BaseHTTPMiddleware would hide a client's disconnect from the endpoint.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,24 +18,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chairlift.errors import ChairliftError, Unauthorized
 from chairlift.keys import Keyring
 from chairlift.server.body import header
+from chairlift.server.http_errors import ClientGone, error_response, status_of
 from chairlift.server.log import write
-from chairlift.server.problem import ClientGone, error_response, status_of
 
 log = logging.getLogger(__name__)
-
-OPEN_PATHS = frozenset({"/", "/health", "/live", "/metrics", "/version", "/openapi.json"})
-"""Need no key: probes and scrapers have none, and nothing of a user is told there."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(slots=True)
 class Caller:
-    """Who asks: set here, read by the endpoints."""
+    """The sender of a request. The middleware sets it, and endpoints read it."""
 
     request_id: str
     is_own_id: bool  # made here, so that no other request has it
-    key_name: str = ""
+    key_name: str = ""  # "" where the server has no keys
 
 
 def caller(scope: Scope) -> Caller:
@@ -45,7 +42,7 @@ def caller(scope: Scope) -> Caller:
 
 
 class RequestId:
-    """Gives each request an id, the client's own where it sent a sound one, and says it in the response."""
+    """Gives each request an id, the client's own if it is well-formed, and returns it in `X-Request-Id`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -69,7 +66,7 @@ class RequestId:
 
 
 class Errors:
-    """Answers whatever was raised, in one shape. `on_refused` gets the code of each."""
+    """Answers every exception with the one error body. `on_refused` gets the code of each."""
 
     def __init__(self, app: ASGIApp, on_refused: Callable[[str], None]) -> None:
         self._app = app
@@ -92,33 +89,35 @@ class Errors:
         except ClientGone:
             return
         except Exception as error:
+            client = caller(scope)
             if not isinstance(error, ChairliftError):
-                log.exception("request %s failed", caller(scope).request_id)
+                log.exception("request %s failed", client.request_id)
             if has_started:
                 return
             code = error.code if isinstance(error, ChairliftError) else ChairliftError.code
-            who = caller(scope)
             write(
-                "refused", {"id": who.request_id, "status": status_of(error), "code": code, "key": who.key_name or "-"}
+                "refused",
+                {"id": client.request_id, "status": status_of(error), "code": code, "key": client.key_name or "-"},
             )
             self._on_refused(code)
             await error_response(error)(scope, receive, send)
 
 
 class Auth:
-    """Lets in who brings a key, as `Authorization: Bearer KEY`."""
+    """Requires an API key, as `Authorization: Bearer KEY`, on all paths but the open ones."""
 
-    def __init__(self, app: ASGIApp, keys: Keyring) -> None:
+    def __init__(self, app: ASGIApp, keys: Keyring, open_paths: Container[str]) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request, or raises Unauthorized."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            caller(scope).key_name = self._check(scope)
+        """Serves one request. Raises Unauthorized."""
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            caller(scope).key_name = self._key_name(scope)
         await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope) -> str:
+    def _key_name(self, scope: Scope) -> str:
         scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
         name = self._keys.name_of(key.strip()) if scheme.lower() == b"bearer" else None
         if name is None:

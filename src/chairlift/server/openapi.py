@@ -1,152 +1,103 @@
-"""GET /openapi.json: the API as machines read it, made from the models of requests and of responses.
-
-Requests are read by the same models (schema.py), and tests hold every response against the others (shapes.py).
-"""
+"""The OpenAPI document, made of the route table and of the types of requests and responses."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+import re
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
-from starlette.requests import Request
-from starlette.responses import Response
+from pydantic import TypeAdapter
 
 from chairlift import __version__
-from chairlift.server import shapes
-from chairlift.server.problem import JsonResponse
-from chairlift.server.schema import ChatRequest, CompletionRequest
+from chairlift.server.responses import ErrorBody, ErrorEvent
 
-_REF = "#/components/schemas/"
-_MODELS: list[type[BaseModel]] = [
-    ChatRequest,
-    shapes.ChatCompletion,
-    shapes.ChatChunk,
-    CompletionRequest,
-    shapes.TextCompletion,
-    shapes.TextChunk,
-    shapes.ErrorBody,
-    shapes.ErrorEvent,
-    shapes.ModelList,
-    shapes.Queue,
-    shapes.Health,
-    shapes.Live,
-    shapes.Version,
-    shapes.Root,
-]
+if TYPE_CHECKING:
+    from chairlift.server.routes import Endpoint
 
+Json = dict[str, Any]
 
-async def openapi(_: Request) -> Response:
-    """GET /openapi.json."""
-    return JsonResponse(description())
-
-
-@functools.cache
-def description() -> dict[str, Any]:
-    """The OpenAPI 3.1 description."""
-    _, schemas = models_json_schema([(model, "validation") for model in _MODELS], ref_template=_REF + "{model}")
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Chairlift", "version": __version__},
-        "components": {
-            "schemas": schemas["$defs"],
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-        "paths": {
-            "/v1/chat/completions": {
-                "post": _generate("Answers a conversation.", ChatRequest, shapes.ChatCompletion, shapes.ChatChunk)
-            },
-            "/v1/completions": {
-                "post": _generate("Continues a text.", CompletionRequest, shapes.TextCompletion, shapes.TextChunk)
-            },
-            "/v1/models": {
-                "get": _get("The names of the model served, and how it is sized.", shapes.ModelList, 401, 503)
-            },
-            "/v1/models/{name}": {
-                "get": {**_get("One of them.", shapes.ModelEntry, 401, 404, 503), "parameters": [_NAME]}
-            },
-            "/v1/queue": {"get": _get("Who waits, in which place, and for how long still.", shapes.Queue, 401, 503)},
-            "/health": {"get": _state("200 when requests are taken and make progress.", shapes.Health)},
-            "/live": {"get": _state("503 only when a restart is needed.", shapes.Live)},
-            "/metrics": {
-                "get": {
-                    "summary": "For Prometheus.",
-                    "responses": {"200": _reply("text/plain", {"type": "string"}), **_errors(503)},
-                }
-            },
-            "/version": {"get": _get("This server's version.", shapes.Version)},
-            "/openapi.json": {
-                "get": {"summary": "This.", "responses": {"200": _reply("application/json", {"type": "object"})}}
-            },
-            "/": {"get": _get("Where to go from here.", shapes.Root)},
-        },
-    }
-
-
-_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _TIMESTAMPS = {
     "name": "X-Chairlift-Timestamps",
     "in": "header",
     "description": "1: each event of a stream says when it was sent",
     "schema": {"type": "string", "enum": ["0", "1"]},
 }
+_EXTRA_HEADERS = {401: {"WWW-Authenticate": "string"}, 503: {"Retry-After": "integer"}}
+"""Response headers of an error, by status: name and type."""
 
 
-def _ref(model: type[BaseModel]) -> dict[str, Any]:
-    return {"$ref": _REF + model.__name__}
-
-
-def _generate(
-    summary: str, request: type[BaseModel], answer: type[BaseModel], chunk: type[BaseModel]
-) -> dict[str, Any]:
-    """One of the two endpoints; the schema beside `text/event-stream` is that of one event."""
-    chunks = {"anyOf": [_ref(chunk), _ref(shapes.ErrorEvent)]}
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunks}
-    event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}}}
-    content = {"application/json": {"schema": _ref(answer)}, "text/event-stream": {"schema": event}}
+def describe(endpoints: Iterable[Endpoint[Any]]) -> Json:
+    """The OpenAPI 3.1 document."""
+    document = _Document(endpoints)
+    paths: dict[str, Json] = {}
+    for endpoint in endpoints:
+        paths.setdefault(endpoint.openapi_path, {})[endpoint.method.lower()] = document.operation(endpoint)
     return {
-        "summary": summary,
-        "security": [{}, {"key": []}],
-        "parameters": [_TIMESTAMPS],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
-        "responses": {
-            "200": {"description": "The answer", "headers": _headers(), "content": content},
-            **_errors(400, 401, 404, 413, 415, 500, 503),
+        "openapi": "3.1.0",
+        "info": {"title": "Chairlift", "version": __version__},
+        "components": {
+            "schemas": document.schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
+        "paths": paths,
     }
 
 
-def _get(summary: str, model: type[BaseModel], *errors: int) -> dict[str, Any]:
-    return {"summary": summary, "responses": {"200": _reply("application/json", _ref(model)), **_errors(*errors)}}
+class _Document:
+    """Knows the schema of each type. `schemas` are the components that they refer to."""
+
+    def __init__(self, endpoints: Iterable[Endpoint[Any]]) -> None:
+        kinds: list[Any] = [kind for e in endpoints for kind in (e.request, e.response, e.event) if kind is not None]
+        kinds += [ErrorBody, ErrorEvent]
+        self._by_type, components = TypeAdapter.json_schemas(
+            [(kind, "validation", TypeAdapter(kind)) for kind in kinds], ref_template="#/components/schemas/{model}"
+        )
+        self.schemas: Json = components["$defs"]
+
+    def operation(self, endpoint: Endpoint[Any]) -> Json:
+        """What a method of a path takes and returns."""
+        content = {endpoint.media_type: {"schema": self._schema(endpoint.response)}}
+        if endpoint.event is not None:
+            content["text/event-stream"] = {"schema": self._event(endpoint.event)}
+        success = {"description": "The response", "headers": _headers(), "content": content}
+        statuses = sorted((*endpoint.errors, *(() if endpoint.is_open else (401,))))
+        made: Json = {
+            "summary": endpoint.summary,
+            "responses": {
+                **{str(status): success for status in endpoint.statuses},
+                **{str(status): self._error(status) for status in statuses},
+            },
+        }
+        names = re.findall(r"{(\w+)}", endpoint.openapi_path)
+        schema = {"type": "string", "minLength": 1}
+        parameters: list[Json] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
+        parameters += [_TIMESTAMPS] if endpoint.event is not None else []
+        if parameters:
+            made["parameters"] = parameters
+        if not endpoint.is_open:
+            made["security"] = [{}, {"key": []}]  # a server without keys asks for none
+        if endpoint.request is not None:
+            body = {"application/json": {"schema": self._schema(endpoint.request)}}
+            made["requestBody"] = {"required": True, "content": body}
+        return made
+
+    def _schema(self, kind: Any) -> Json:
+        return self._by_type[kind, "validation"]
+
+    def _event(self, kind: Any) -> Json:
+        """One event of a stream."""
+        chunks = {"anyOf": [self._schema(kind), self._schema(ErrorEvent)]}
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunks}
+        return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}}}
+
+    def _error(self, status: int) -> Json:
+        headers = _headers(**_EXTRA_HEADERS.get(status, {}))
+        content = {"application/json": {"schema": self._schema(ErrorBody)}}
+        return {"description": HTTPStatus(status).phrase, "headers": headers, "content": content}
 
 
-def _state(summary: str, model: type[BaseModel]) -> dict[str, Any]:
-    reply = _reply("application/json", _ref(model))
-    return {"summary": summary, "responses": {"200": reply, "503": reply}}
-
-
-def _reply(kind: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": "As asked", "headers": _headers(), "content": {kind: {"schema": schema}}}
-
-
-def _errors(*statuses: int) -> dict[str, Any]:
-    return {str(status): _error(status) for status in statuses}
-
-
-def _error(status: int) -> dict[str, Any]:
-    headers = _headers(**_EXTRA_HEADERS.get(status, {}))
-    return {
-        "description": "Why not",
-        "headers": headers,
-        "content": {"application/json": {"schema": _ref(shapes.ErrorBody)}},
-    }
-
-
-_EXTRA_HEADERS: dict[int, dict[str, str]] = {401: {"WWW-Authenticate": "string"}, 503: {"Retry-After": "integer"}}
-
-
-def _headers(**others: str) -> dict[str, Any]:
+def _headers(**others: str) -> Json:
     """Response headers by name and type; each is always there."""
     types = {"X-Request-Id": "string", **others}
     return {name: {"required": True, "schema": {"type": kind}} for name, kind in types.items()}

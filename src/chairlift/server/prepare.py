@@ -1,12 +1,13 @@
-"""A body to a Job: everything that can be refused is refused here, while a status code can still be sent.
+"""From a body to what the engine needs. Whatever can be refused is refused here, while a status code can still be sent.
 
-Runs in a worker thread: rendering and tokenising a long prompt may take a while, and the event loop serves others.
+Runs in a worker thread, since rendering and tokenising a long prompt may take a while and the event loop has others to
+serve.
 """
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from chairlift.boot import Loaded
@@ -18,7 +19,7 @@ from chairlift.keys import prefix_salt
 from chairlift.models.tokenizer import Tokenizer
 from chairlift.server.body import parse_json
 from chairlift.server.chat import ignored, render
-from chairlift.server.problem import UnknownParameter, clip
+from chairlift.server.http_errors import UnknownParameter
 from chairlift.server.schema import (
     AnyRequest,
     ChatRequest,
@@ -28,26 +29,27 @@ from chairlift.server.schema import (
     stop_strings,
     warn,
 )
+from chairlift.text import one_line
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this is 0: dividing logits by less would leave the range of float32."""
+"""A temperature below this counts as 0: dividing logits by it would leave the range of float32."""
 
 _SHRINK = 4
-"""Unicode normalisation may compose characters: no more than three UTF-8 bytes become one, with one to spare."""
+"""Unicode normalisation may compose characters. It makes one byte of at most three; four is on the safe side."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One HTTP request, ready for the engine: `len(prompts) * n` choices, prompt by prompt."""
+class PreparedRequest:
+    """One HTTP request, checked and tokenised. It has `len(prompts) * n` choices, prompt by prompt."""
 
     body: AnyRequest
     id: str
     model: str  # as the client called it
     prompts: tuple[tuple[int, ...], ...]
-    echoes: tuple[str, ...]  # the text of each prompt when it is echoed, else empty
+    echoes: tuple[str, ...]  # the text of each prompt; empty unless the answer is to repeat it
     params: SamplingParams
     warnings: tuple[str, ...]
-    asks_timestamps: bool = False  # by its header
+    asks_timestamps: bool = False  # by a header
 
     @property
     def n(self) -> int:
@@ -67,32 +69,27 @@ class Job:
         return self.asks_timestamps or (options is not None and bool(options.include_timestamps))
 
 
-@dataclass(frozen=True, slots=True)
 class Preparer:
-    """Turns bodies into jobs for one model; holds no state, so any number of threads may use it."""
+    """Prepares requests for one model. Keeps nothing of them: any number of threads may use it at once."""
 
-    loaded: Loaded
-    config: Config
-    max_token_bytes: int
-    secret: bytes = field(repr=False)  # of this process: salts that no client can make are made of it
+    def __init__(self, loaded: Loaded, config: Config) -> None:
+        self._loaded = loaded
+        self._config = config
+        self._max_token_bytes = max(map(len, loaded.tokenizer.vocab_bytes))
+        self._secret = secrets.token_bytes(32)  # so that no client can make the salt of another key
 
-    @classmethod
-    def of(cls, loaded: Loaded, config: Config) -> Preparer:
-        """For one loaded model."""
-        return cls(loaded, config, max(map(len, loaded.tokenizer.vocab_bytes)), secrets.token_bytes(32))
-
-    def chat(self, body: bytes, id: str) -> Job:
+    def chat(self, body: bytes, id: str) -> PreparedRequest:
         """From the body of /v1/chat/completions. Raises RequestError."""
-        request, warnings = parse(ChatRequest, parse_json(body), strict=self.config.strict)
+        request, warnings = parse(ChatRequest, parse_json(body), strict=self._config.strict)
         model = self._model_name(request)
-        text = render(request, self.loaded.template)
+        text = render(request, self._loaded.template)
         warnings += self._ignored(request)
         prompt = self._encode(text, add_bos=True, param="messages")
-        return self._job(request, f"chatcmpl-{id}", model, [prompt], warnings)
+        return self._prepared(request, f"chatcmpl-{id}", model, [prompt], warnings)
 
-    def completion(self, body: bytes, id: str) -> Job:
+    def completion(self, body: bytes, id: str) -> PreparedRequest:
         """From the body of /v1/completions. Raises RequestError."""
-        request, warnings = parse(CompletionRequest, parse_json(body), strict=self.config.strict)
+        request, warnings = parse(CompletionRequest, parse_json(body), strict=self._config.strict)
         model = self._model_name(request)
         self._check_count(request, len(_several(request.prompt)))
         add_bos = request.add_special_tokens is not False
@@ -100,33 +97,35 @@ class Preparer:
             self._encode(prompt, add_bos=add_bos, param="prompt") if isinstance(prompt, str) else self._ids(prompt)
             for prompt in _several(request.prompt)
         ]
-        return self._job(request, f"cmpl-{id}", model, prompts, warnings)
+        return self._prepared(request, f"cmpl-{id}", model, prompts, warnings)
 
-    def requests(self, job: Job, *, key_name: str) -> list[Request]:
+    def requests(self, prepared: PreparedRequest, *, key_name: str) -> list[Request]:
         """The engine's requests: one for each choice of each prompt. The choices of one prompt are a group."""
         made = []
-        for i, prompt in enumerate(job.prompts):
-            group = job.id if len(job.prompts) == 1 else f"{job.id}-{i}"
-            for choice in range(job.n):
-                params = _with_choice(job.params, choice, room=self.loaded.plan.max_model_len - len(prompt))
+        for i, prompt in enumerate(prepared.prompts):
+            group = prepared.id if len(prepared.prompts) == 1 else f"{prepared.id}-{i}"
+            for choice in range(prepared.n):
+                params = _with_choice(prepared.params, choice, room=self._loaded.plan.max_model_len - len(prompt))
                 made.append(
-                    self.loaded.request(
+                    self._loaded.request(
                         f"{group}#{choice}",
                         prompt,
                         params,
-                        stream=bool(job.body.stream),
+                        stream=bool(prepared.body.stream),
                         group=group,
-                        salt=self._salt(key_name, job.body.cache_salt or ""),
+                        salt=self._salt(key_name, prepared.body.cache_salt or ""),
                         key_name=key_name,
                     )
                 )
         return made
 
     def _salt(self, key_name: str, asked: str) -> str:
-        """What a prompt's prefixes are kept under; a client may divide what its key has, never share another's."""
-        return prefix_salt(self.secret, key_name, asked) if self.config.isolate_keys else asked
+        """The prefix cache's salt. A client's own salt divides the prompts of its key."""
+        return prefix_salt(self._secret, key_name, asked) if self._config.isolate_keys else asked
 
-    def _job(self, body: AnyRequest, id: str, model: str, prompts: list[list[int]], warnings: list[str]) -> Job:
+    def _prepared(
+        self, body: AnyRequest, id: str, model: str, prompts: list[list[int]], warnings: list[str]
+    ) -> PreparedRequest:
         self._check_count(body, len(prompts))
         param = "messages" if isinstance(body, ChatRequest) else "prompt"
         for prompt in prompts:
@@ -134,26 +133,26 @@ class Preparer:
         echoes: tuple[str, ...] = ()
         if isinstance(body, CompletionRequest) and body.echo:
             given = _several(body.prompt)
-            echoes = tuple(p if isinstance(p, str) else self.loaded.tokenizer.decode(p) for p in given)
-        params = _sampling(body, self.loaded.tokenizer, self.config)
-        return Job(body, id, model, tuple(map(tuple, prompts)), echoes, params, tuple(warnings))
+            echoes = tuple(p if isinstance(p, str) else self._loaded.tokenizer.decode(p) for p in given)
+        params = _sampling(body, self._loaded.tokenizer, self._config)
+        return PreparedRequest(body, id, model, tuple(map(tuple, prompts)), echoes, params, tuple(warnings))
 
     def _ignored(self, request: ChatRequest) -> list[str]:
-        """Warnings about what the template dropped; with --strict the first is an error."""
-        names = [] if self.loaded.template is None else ignored(request, self.loaded.template)
-        if names and self.config.strict:
+        """Warnings about fields that the template does not read; with --strict an error about the first."""
+        names = [] if self._loaded.template is None else ignored(request, self._loaded.template)
+        if names and self._config.strict:
             raise UnknownParameter(names[0])
         return warn(names, "`{}` was ignored: this model's chat template does not name it")
 
     def _model_name(self, body: AnyRequest) -> str:
         if body.model is None:
-            return self.loaded.names[0]
-        if body.model not in self.loaded.names:
-            raise ModelNotFound(clip(body.model), self.loaded.names)
+            return self._loaded.names[0]
+        if body.model not in self._loaded.names:
+            raise ModelNotFound(one_line(body.model), self._loaded.names)
         return body.model
 
     def _check_count(self, body: AnyRequest, num_prompts: int) -> None:
-        slots, queue = self.loaded.plan.max_num_seqs, self.loaded.plan.max_queue
+        slots, queue = self._loaded.plan.max_num_seqs, self._loaded.plan.max_queue
         n = body.n or 1
         if n > slots:
             raise RequestError(f"`n` must be at most {slots}, the slots of this server", param="n")
@@ -165,45 +164,38 @@ class Preparer:
             )
 
     def _check_length(self, body: AnyRequest, num_tokens: int, param: str) -> None:
-        limit = self.loaded.plan.max_model_len
+        limit = self._loaded.plan.max_model_len
         if num_tokens == 0:
             raise RequestError(f"`{param}` holds no token", param=param)
         if num_tokens >= limit:
-            raise _too_long(num_tokens, limit, param)
-        if self.config.strict and (body.wanted_tokens or 0) > limit - num_tokens:
+            raise ContextLengthExceeded(num_tokens, limit, param=param)
+        if self._config.strict and (body.wanted_tokens or 0) > limit - num_tokens:
             raise RequestError(
                 f"`max_tokens` must be at most {limit - num_tokens}: the prompt has {num_tokens} of {limit} tokens",
                 param="max_tokens",
             )
 
     def _encode(self, text: str, *, add_bos: bool, param: str) -> list[int]:
-        tokenizer, limit = self.loaded.tokenizer, self.loaded.plan.max_model_len
-        least = len(text) // (self.max_token_bytes * _SHRINK)
+        tokenizer, limit = self._loaded.tokenizer, self._loaded.plan.max_model_len
+        least = len(text) // (self._max_token_bytes * _SHRINK)
         if least >= limit:
-            raise _too_long(least, limit, param, has="has at least")
+            raise ContextLengthExceeded(least, limit, param=param, is_estimate=True)
         return tokenizer.encode(text, add_bos=add_bos and tokenizer.add_bos, parse_special=True)
 
     def _ids(self, ids: list[int]) -> list[int]:
-        vocab_size = self.loaded.tokenizer.vocab_size
+        vocab_size = self._loaded.tokenizer.vocab_size
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             raise RequestError(f"`prompt` holds a token id outside 0 to {vocab_size - 1}", param="prompt")
         return ids
 
 
 def _several(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
-    """The prompts of a request, whichever of the four ways it was written."""
+    """The prompts of a request, from any of the four ways to write them."""
     return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
 
 
-def _too_long(num_tokens: int, limit: int, param: str, *, has: str = "has") -> ContextLengthExceeded:
-    error = ContextLengthExceeded(num_tokens, limit)
-    error.message = error.message.replace("has", has, 1)
-    error.param = param
-    return error
-
-
 def _with_choice(params: SamplingParams, choice: int, *, room: int) -> SamplingParams:
-    """The parameters of one choice: never more tokens than there is room for."""
+    """The parameters of one choice, with at most `room` tokens."""
     wanted = room if params.max_tokens is None else min(params.max_tokens, room)
     return replace(params, choice=choice, max_tokens=wanted, min_tokens=min(params.min_tokens, wanted))
 
@@ -236,7 +228,7 @@ def _most(a: int | None, b: int | None) -> int | None:
 
 
 def _seed(body: AnyRequest, config: Config) -> int:
-    """The request's, else the server's, else a fresh one; as unsigned 64 bits."""
+    """The request's seed, else the server's, else a fresh one; as unsigned 64 bits."""
     seed = config.seed if body.seed is None else body.seed
     return secrets.randbits(64) if seed is None else seed % 2**64
 

@@ -1,15 +1,15 @@
-"""The two request bodies: one table of fields, each with its type, its limits and what becomes of it.
+"""The two request bodies, field by field: type, limits, and how the server handles the field.
 
-A field is one of four things, and the models below are where it is said:
+The models below give each field one of four handlings:
 
-    honoured       it does what OpenAI's (or vLLM's) documentation says, within the limits written beside it
-    neutral only   known, not supported: a value that changes nothing passes, any other is a 400 that names the field
-    refused        known, not supported, and no value but null changes nothing
-    no effect      a label for the caller's own use, which no answer could depend on
+    honoured       the field does what OpenAI's (or vLLM's) documentation says, within the limits written beside it
+    neutral only   the field is not supported: values that change nothing pass, any other is a 400 that names the field
+    refused        the field is not supported, and any value but null is a 400 that names it
+    no effect      the field is a label for the client's own use, and no answer depends on it
 
-Anything else is unknown: named in the response's `warnings`, or refused with --strict. The limits are one phrase each,
-which makes docs/api-fields.md, the OpenAPI description and the error message ("`temperature` must be ..."). Knows
-neither the model nor the engine: what depends on them (token ids, slots) is checked in prepare.py.
+Other fields are unknown: the response's `warnings` name them, and --strict refuses them. The limits of a field are one
+phrase, of which docs/api-fields.md, the OpenAPI document and the error message ("`temperature` must be ...") are made.
+This module knows neither the model nor the engine: prepare.py checks what depends on them (token ids, slots).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from chairlift.engine.sampling_params import MAX_LOGPROBS
 from chairlift.errors import RequestError
-from chairlift.server.problem import UnknownParameter, UnsupportedParameter, clip
+from chairlift.server.http_errors import UnknownParameter, UnsupportedParameter
+from chairlift.text import one_line
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
@@ -31,20 +32,20 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_PROMPTS = 1024
-"""Most prompts in one request, whatever the server could hold: a bound on the time that reading them takes."""
+"""Most prompts in one request. Bounds the time that parsing them takes, however many the server could hold."""
 MAX_NAMED = 32
 """Most unknown fields that warnings name."""
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for /v1/completions; a chat answer has none but the room left."""
+"""OpenAI's default of `max_tokens` for /v1/completions. A chat has no default and may use all the room left."""
 
-# One error is enough: a million token ids that are no strings must not become a million errors.
+# fail_fast stops at the first wrong item: a million of them must not make a million errors.
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 Strings = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 ListsOfTokenIds = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
-# What is in a message is checked in chat.py, which can say where in the list it is wrong.
+# chat.py checks the messages, since it can say which one is wrong. This schema is for OpenAPI.
 _TEXT_PART = {
     "type": "object",
     "required": ["type", "text"],
@@ -65,24 +66,24 @@ Handling = Literal["honoured", "neutral only", "refused", "no effect"]
 
 
 def honoured(limits: str, default: Any = None, **constraints: Any) -> Any:
-    """A field that does what it says. `limits` completes the sentence "must be ..."."""
+    """A field with the handling "honoured". `limits` completes the sentence "must be ..."."""
     return Field(default, description=limits, json_schema_extra={"x-handling": "honoured"}, **constraints)
 
 
 def neutral(*values: Any) -> Any:
-    """A field that may only hold one of these values (or null), since any other would have to be ignored."""
+    """A field that may hold only null and these values, since the server would have to ignore any other."""
     accepted = [None, *values]
     handling = "neutral only" if values else "refused"
     return Field(None, description=_listed(accepted), json_schema_extra={"x-handling": handling, "enum": accepted})
 
 
 def no_effect() -> Any:
-    """A field that may hold anything, since no answer could depend on it."""
+    """A field that may hold anything, since no answer depends on it."""
     return Field(None, description="anything", json_schema_extra={"x-handling": "no effect"})
 
 
 def _few(value: Any) -> Any:
-    """Refuses an object for its size before each of its values can make an error of its own."""
+    """Refuses a too large object before its values are checked and each makes an error of its own."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
         raise ValueError
     return value
@@ -101,7 +102,7 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """How a stream is sent."""
+    """`stream_options`: how a stream is sent."""
 
     include_usage: bool | None = honoured("true or false: a last chunk with the token counts", False)
     include_timestamps: bool | None = honoured("true or false: each event says when it was sent (ours alone)", False)
@@ -110,7 +111,7 @@ class StreamOptions(_Body):
 
 
 class _Common(_Body):
-    """What OpenAI's two endpoints share."""
+    """The fields of both of OpenAI's endpoints."""
 
     model: str | None = honoured("the name of a served model, a string; without it the server's first")
     stream: bool | None = honoured("true or false", False)
@@ -138,7 +139,7 @@ class _Common(_Body):
 
 
 class _Extensions(_Body):
-    """What vLLM adds to both endpoints."""
+    """The fields that vLLM adds to both endpoints."""
 
     top_k: int | None = honoured("a whole number from 1; 0 or -1 is off", 0, ge=-1, lt=2**31)
     min_p: float | None = honoured("a number from 0 to 1", 0.0, ge=0, le=1)
@@ -187,7 +188,7 @@ class _Extensions(_Body):
 
 
 class _ChatExtensions(_Extensions):
-    """What vLLM adds to chats."""
+    """The fields that vLLM adds to chats."""
 
     add_generation_prompt: bool | None = honoured("true or false", True)
     chat_template_kwargs: dict[str, Any] | None = honoured("an object of further variables for the chat template")
@@ -207,7 +208,9 @@ class ChatRequest(_ChatExtensions, _Common):
 
     messages: Messages = honoured("a list of at least one message object", ...)
     max_tokens: int | None = honoured("a whole number from 1; more than there is room for means all the room", ge=1)
-    max_completion_tokens: int | None = honoured("as `max_tokens`, whose newer name it is; the smaller counts", ge=1)
+    max_completion_tokens: int | None = honoured(
+        "a whole number from 1; the newer name of `max_tokens`, and the smaller of the two counts", ge=1
+    )
     logprobs: bool | None = honoured("true or false", False)
     top_logprobs: int | None = honoured(
         f"a whole number from 0 to {MAX_LOGPROBS}, together with `logprobs: true`", 0, ge=0, le=MAX_LOGPROBS
@@ -230,7 +233,7 @@ class ChatRequest(_ChatExtensions, _Common):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """The smaller of the two names of one limit."""
+        """The smaller of the two fields that limit the answer; None without a limit."""
         return min((n for n in (self.max_tokens, self.max_completion_tokens) if n is not None), default=None)
 
     @property
@@ -240,7 +243,7 @@ class ChatRequest(_ChatExtensions, _Common):
 
 
 class _CompletionExtensions(_Extensions):
-    """What vLLM adds to texts."""
+    """The fields that vLLM adds to texts."""
 
     add_special_tokens: bool | None = honoured("true or false: whether text gets the model's first token", True)
     prompt_embeds: Any = neutral()
@@ -264,7 +267,7 @@ class CompletionRequest(_CompletionExtensions, _Common):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """`max_tokens`, under the name that both requests share."""
+        """`max_tokens`, or its default."""
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
@@ -279,7 +282,7 @@ AnyRequest = ChatRequest | CompletionRequest
 
 @dataclass(frozen=True, slots=True)
 class FieldRow:
-    """What is to be said of one field."""
+    """One field's row in the documentation."""
 
     name: str
     limits: str
@@ -288,7 +291,7 @@ class FieldRow:
 
 
 def field_table(model: type[BaseModel]) -> list[FieldRow]:
-    """Every field of a body, in order."""
+    """A row for every field of a body, in order."""
     rows = []
     for name, info in model.model_fields.items():
         extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
@@ -298,7 +301,7 @@ def field_table(model: type[BaseModel]) -> list[FieldRow]:
 
 
 def parse(model: type[B], data: object, *, strict: bool) -> tuple[B, list[str]]:
-    """The request and the warnings about it. RequestError names the field and its limits, never the value."""
+    """The request and the warnings about it. A RequestError names the field and its limits, never the value."""
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
     unknown = _check_neutral(model, data, "")
@@ -317,14 +320,14 @@ def parse(model: type[B], data: object, *, strict: bool) -> tuple[B, list[str]]:
 
 
 def warn(names: list[str], wording: str) -> list[str]:
-    """A warning for each name, and one for those beyond the first few."""
-    warnings = [wording.format(clip(name)) for name in names[:MAX_NAMED]]
+    """A warning for each name, and one that counts those beyond MAX_NAMED."""
+    warnings = [wording.format(one_line(name)) for name in names[:MAX_NAMED]]
     num_more = len(names) - MAX_NAMED
     return [*warnings, f"{num_more} further fields were ignored"] if num_more > 0 else warnings
 
 
 def _check_neutral(model: type[BaseModel], data: dict[str, Any], prefix: str) -> list[str]:
-    """Refuses what would have to be ignored; gives back the names that nobody knows."""
+    """The unknown names. Raises UnsupportedParameter for a known field whose value is not neutral."""
     unknown = []
     for name, value in data.items():
         info = model.model_fields.get(name)
@@ -355,7 +358,7 @@ def _explain(model: type[BaseModel], error: ValidationError) -> RequestError:
 
 
 def _check_together(request: AnyRequest) -> None:
-    """What no single field can say."""
+    """Checks what depends on two fields."""
     wanted = request.wanted_tokens
     if isinstance(request, CompletionRequest) and wanted == 0 and not request.echo:
         raise refuse(request, "max_tokens")
@@ -370,14 +373,14 @@ def _check_together(request: AnyRequest) -> None:
 
 
 def stop_strings(request: AnyRequest) -> tuple[str, ...]:
-    """`stop`, whichever way it was written."""
+    """The stop strings, from either way to write `stop`."""
     if isinstance(request.stop, str):
         return (request.stop,)
     return tuple(request.stop or ())
 
 
 def refuse(request: AnyRequest, name: str) -> RequestError:
-    """The error that says a field's limits, and its limits only."""
+    """The error that names a field and its limits."""
     return RequestError(f"`{name}` must be {type(request).model_fields[name].description}", param=name)
 
 
@@ -389,14 +392,15 @@ Made from `src/chairlift/server/schema.py` by `python -m chairlift.server.schema
 true. [The API](api.md) says what surrounds them.
 
 Every field may be null, which means its default; `messages` and `prompt` are required. A value beyond its limits is a
-400 that names the field. What is done with a field:
+400 that names the field. The server handles a field in one of four ways:
 
-- **honoured**: it does what OpenAI's (or vLLM's) documentation says, within these limits.
-- **neutral only**: not supported. Clients send these values all the time, and they change nothing; any other is a 400.
-- **refused**: not supported; anything but null is a 400.
-- **no effect**: a label for the caller's own use.
+- **honoured**: the field does what OpenAI's (or vLLM's) documentation says, within these limits.
+- **neutral only**: the field is not supported. Clients often send these values, which change nothing. Others are a 400.
+- **refused**: the field is not supported; anything but null is a 400.
+- **no effect**: the field is a label for the client's own use.
 
-A field that is on none of these lists is ignored and named in the answer's `warnings`; with `--strict` it is a 400.
+The server ignores a field that is on none of these lists and names it in the answer's `warnings`. With `--strict` it is
+a 400.
 """
 
 _SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (

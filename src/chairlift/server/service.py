@@ -1,9 +1,9 @@
-"""What the endpoints share: the model, its engine, and where the server is in its life.
+"""What the endpoints share: the model, its engine, and the state of the server.
 
     load ──> warm up ──> ready ──(SIGTERM)──> draining ──> end
       └───────┴───────────┴──────(failure)──> dead ─────────┘
 
-Lives on the event loop; loading and warming up happen in a thread, so that /live and /health answer meanwhile.
+Lives on the event loop. Loading and warming up happen in a thread, so that /live and /health answer meanwhile.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar, cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from chairlift.boot import Loaded
 from chairlift.config import Config
-from chairlift.engine.engine import Engine
+from chairlift.engine.engine import Engine, State
 from chairlift.engine.observer import EngineSnapshot
 from chairlift.engine.request import Request
 from chairlift.errors import Draining, EngineError, QueueWait, Unavailable
-from chairlift.server.board import Board
 from chairlift.server.dispatch import Dispatch, Listener
-from chairlift.server.log import RequestLog, Summary
+from chairlift.server.http_errors import ClientGone, Interrupted, Loading
+from chairlift.server.log import RequestLog, WorkLog
 from chairlift.server.metrics import Metrics
-from chairlift.server.prepare import Job, Preparer
-from chairlift.server.problem import ClientGone, Interrupted, Loading
+from chairlift.server.prepare import PreparedRequest, Preparer
+from chairlift.server.queue_status import QueueStatus
 from chairlift.server.sse import Pace
 
 log = logging.getLogger(__name__)
 
-State = Literal["loading", "ready", "stalled", "draining", "dead"]
 T = TypeVar("T")
 
 MAX_PREPARING = 64
-"""Requests whose bodies are parsed or tokenised at once; it bounds what they hold in memory."""
+"""Most requests whose bodies are parsed or tokenised at once. Bounds the memory that they hold."""
 _WORKERS = 2
 _WATCH_S = 1.0
 _SUMMARY_S = 10.0
@@ -47,20 +46,20 @@ _LAST_WORDS_S = 1.0
 
 
 class Serving:
-    """One loaded model at work: what exists from the moment that it does."""
+    """A loaded model and what works on it. Exists from the moment that the model is loaded."""
 
     def __init__(self, loaded: Loaded, config: Config, dispatch: Dispatch) -> None:
         self.loaded = loaded
-        self.preparer = Preparer.of(loaded, config)
+        self.preparer = Preparer(loaded, config)
         self.metrics = Metrics(loaded.plan)
-        self.summary = Summary()
-        self.engine: Engine = loaded.engine(dispatch.deliver, [self.metrics, RequestLog(), self.summary])
+        self.work_log = WorkLog()
+        self.engine: Engine = loaded.engine(dispatch.deliver, [self.metrics, RequestLog(), self.work_log])
         self.metrics.watch(self.engine.snapshot)
-        self.board = Board(self.engine, time.monotonic)
+        self.queue_status = QueueStatus(self.engine, loaded.plan, time.monotonic)
 
 
 class Service:
-    """The server's state. `on_end` is called once when the process should leave."""
+    """The server's state. Calls `on_ready` once the model is warm, and `on_end` once the process should end."""
 
     def __init__(self, load: Callable[[], Loaded], config: Config, pace: Pace) -> None:
         self.config = config
@@ -72,41 +71,40 @@ class Service:
         self._load = load
         self._dispatch = Dispatch()
         self._serving: Serving | None = None  # from loaded on
-        self._is_warm = False
-        self._settled = asyncio.Event()  # ready, or failed for good
+        self.settled = asyncio.Event()  # set once the server is ready or has failed
         self._draining = False
-        self._num_preparing = 0
+        self._preparing = asyncio.Semaphore(MAX_PREPARING)
         self._num_answering = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="chairlift-prepare")
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # -- what endpoints ask -------------------------------------------------------------------------------------------
+    # -- for endpoints ------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
-        """Readiness."""
+        """What /health tells."""
         engine_state = "loading" if self._serving is None else self._serving.engine.state
         if self.failure is not None or engine_state == "dead":
             return "dead"
         if self._draining:
             return "draining"
-        return engine_state if self._is_warm else "loading"
+        return engine_state if self.settled.is_set() else "loading"
 
     @property
     def serving(self) -> Serving:
-        """The loaded model. Raises Loading before there is one."""
+        """The loaded model. Raises Loading."""
         if self._serving is None:
             raise Loading
         return self._serving
 
     def snapshot(self) -> EngineSnapshot | None:
-        """Where the engine stands; None before there is one."""
+        """The engine's numbers; None while loading."""
         return None if self._serving is None else self._serving.engine.snapshot()
 
     def require_open(self) -> Serving:
-        """The loaded model, if it takes requests now. Raises Unavailable."""
+        """The loaded model, if it takes requests now. Raises Unavailable or one of its kinds."""
         state = self.state
         if state == "dead":
             raise Unavailable("the engine has died; the server must be restarted")
@@ -118,12 +116,12 @@ class Service:
 
     def refused(self, code: str) -> None:
         """Counts a request that was not answered, by the code of its error."""
-        if self._serving is not None and code != QueueWait.code:  # of those the engine has told already
+        if self._serving is not None and code != QueueWait.code:  # the engine has counted those
             self._serving.metrics.refused(code)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Counts one request as being answered: draining waits for it."""
+        """Counts one request as being answered. Draining waits for it."""
         self._num_answering += 1
         self._quiet.clear()
         try:
@@ -133,22 +131,20 @@ class Service:
             if self._num_answering == 0:
                 self._quiet.set()
 
-    async def prepare(self, make: Callable[[bytes, str], Job], body: bytes, id: str) -> Job:
+    async def prepare(self, make: Callable[[bytes, str], PreparedRequest], body: bytes, id: str) -> PreparedRequest:
         """Runs a Preparer's method in a worker thread."""
-        if self._num_preparing >= MAX_PREPARING:
+        if self._preparing.locked():
             raise Unavailable("too many requests are being read at once")
-        self._num_preparing += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._workers, make, body, id)
-        except asyncio.CancelledError:
-            self.serving.metrics.cancelled("preparing")
-            raise
-        finally:
-            self._num_preparing -= 1
+        async with self._preparing:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._workers, make, body, id)
+            except asyncio.CancelledError:
+                self.serving.metrics.cancelled("preparing")
+                raise
 
     @contextlib.contextmanager
     def submitted(self, requests: Sequence[Request]) -> Iterator[Listener]:
-        """Has the engine work on these requests for as long as the block lasts. Raises what `Engine.submit` raises."""
+        """Has the engine work on these requests while the block runs. Raises what `Engine.submit` raises."""
         engine = self.serving.engine
         with self._dispatch.listen(requests) as listener:
             engine.submit(requests)
@@ -159,15 +155,11 @@ class Service:
                 if unfinished:
                     engine.cancel(unfinished)
 
-    # -- its life -----------------------------------------------------------------------------------------------------
-
-    async def settled(self) -> None:
-        """Waits until it is ready, or has failed."""
-        await self._settled.wait()
+    # -- start and end ------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Loads, serves, and ends with the block."""
+        """Loads the model, serves while the block runs, and ends the engine."""
         self._dispatch.open(asyncio.get_running_loop())
         self._spawn(self._start())
         self._spawn(self._watch())
@@ -180,13 +172,13 @@ class Service:
             self.close()
 
     def close(self) -> None:
-        """Ends the engine's thread and the workers; harmless when done before."""
+        """Ends the engine's thread and the workers. May be called again."""
         if self._serving is not None:
             self._serving.engine.stop()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def drain(self) -> None:
-        """Takes no more requests; calls `on_end` when those at hand are done, or their time is over."""
+        """Takes no more requests. Calls `on_end` when those at hand are finished, or `drain_seconds` have passed."""
         if not self._draining:
             self._draining = True
             self._spawn(self._drain())
@@ -204,11 +196,10 @@ class Service:
             await _in_thread(serving.engine.warm_up)
             serving.loaded.timings["warm-up"] = time.perf_counter() - start
             serving.engine.start()
-            self._is_warm = True
             self.on_ready(serving.loaded)
         except Exception as error:
             self._fail(error)
-        self._settled.set()
+        self.settled.set()
 
     async def _drain(self) -> None:
         log.info("draining: %d requests to finish", self._num_answering)
@@ -231,7 +222,7 @@ class Service:
         return True
 
     async def _watch(self) -> None:
-        """Tells the log of changes of state and of work done, and notices when the engine dies."""
+        """Logs changes of state and the work done, and notices the death of the engine."""
         state, since_s = self.state, time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
@@ -246,9 +237,9 @@ class Service:
             try:
                 self._serving.engine.watch()
                 if is_due:
-                    self._serving.summary.write(self._serving.engine.snapshot(), now_s - since_s)
+                    self._serving.work_log.write(self._serving.engine.snapshot(), now_s - since_s)
             except Exception:
-                log.exception("telling the log of the work done failed")  # and a death must still be noticed
+                log.exception("telling the log of the work done failed")  # and a later death must be noticed
             since_s = now_s if is_due else since_s
 
     def _notice_death(self) -> None:
@@ -261,10 +252,16 @@ class Service:
         self.on_end()
 
 
-async def until_gone(work: Coroutine[None, None, None], receive: Receive) -> None:
-    """Runs the work of one request; ends it as soon as its client is gone, and then raises ClientGone.
+def service_of(scope: Scope) -> Service:
+    """The service of the application that handles this request."""
+    found: Service = scope["app"].state.service
+    return found
 
-    It does not matter what the work waits for: a place in the queue, a thread, the engine or a slow network.
+
+async def until_gone(work: Coroutine[None, None, None], receive: Receive) -> None:
+    """Runs the work of one request. Cancels it as soon as its client is gone, and then raises ClientGone.
+
+    The work may wait for anything: a place in the queue, a thread, the engine or a slow network.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -280,8 +277,8 @@ async def until_gone(work: Coroutine[None, None, None], receive: Receive) -> Non
     try:
         task.result()
     finally:
-        # An error's traceback holds this frame. If the frame held the error, through its task, the two would keep
-        # each other and the request's body, until somebody looks for cycles.
+        # An error's traceback refers to this frame, and the task to the error. A frame that refers to the task closes
+        # a cycle, which would keep the request's body until the garbage collector looks.
         del task
 
 
@@ -291,26 +288,15 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
-    """Runs a function in a thread that does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast(T, result))
+    """Runs a function in a daemon thread, which does not keep the process from ending."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # the thread runs on when nothing waits for it any more
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except Exception as caught:
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
 
     threading.Thread(target=run, name="chairlift-start", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)

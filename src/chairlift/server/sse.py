@@ -1,12 +1,11 @@
 """Server-sent events: how a stream looks on the wire, and the one coroutine that writes it.
 
 start  ->  opening  ->  chunks ...  ->  usage, if asked for  ->  [DONE]
-              \\-> ": queued position=3 expected_wait_s=12" once a second while it waits in line
-              \\-> ": ping" while there is nothing to say
+              \\-> ": queued position=3 expected_wait_s=12" once a second while the request waits in the queue
+              \\-> ": ping" while there is nothing to send
                \\-> on failure: {"error": {...}}  ->  [DONE]           exactly one end on every path
 
-Where the client asks for it, each event says when it was sent: a proxy that gathers events can then be told from a slow
-model.
+If the client asks for it, each event says when it was sent. That tells a proxy that gathers events from a slow model.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ from starlette.types import Send
 
 from chairlift.engine.request import FinishReason
 from chairlift.errors import ChairliftError
-from chairlift.server.answer import Answer
+from chairlift.server.answer import ChunkT, ResponseBuilder, WholeT
 from chairlift.server.dispatch import Delta, Listener
-from chairlift.server.problem import ClientGone, Interrupted, encode, error_body
+from chairlift.server.http_errors import ClientGone, Interrupted, error_body
+from chairlift.server.responses import ChatChunk, ErrorEvent, TextChunk, encode
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +41,13 @@ DONE = b"data: [DONE]\n\n"
 class Pace:
     """How patient a stream is, in seconds."""
 
-    queue_s: float = 1.0  # between two words to one that waits in line
+    queue_s: float = 1.0  # between two comments to a request in the queue
     ping_s: float = 15.0  # below the idle limits of common proxies (nginx 60, HAProxy 50)
-    stall_s: float = 60.0  # a reader that takes nothing for so long is gone
+    stall_s: float = 60.0  # a client that reads nothing for so long counts as gone
 
 
 def raise_failure(deltas: list[Delta]) -> None:
-    """Raises what a choice ended with, when it was not an end that a client should take for an answer."""
+    """Raises the error of a choice that did not end well; Interrupted for a choice that the server cancelled."""
     for delta in deltas:
         if delta.error is not None:
             raise delta.error
@@ -56,12 +56,12 @@ def raise_failure(deltas: list[Delta]) -> None:
 
 
 class _Writer:
-    """Sends pieces of one stream, and pings when it has sent nothing for a while."""
+    """Sends the events of one stream, and comments when it has sent nothing for a while."""
 
-    def __init__(self, send: Send, pace: Pace, place: Callable[[], bytes | None], *, is_stamped: bool) -> None:
+    def __init__(self, send: Send, pace: Pace, comment: Callable[[], bytes | None], *, is_stamped: bool) -> None:
         self._send = send
         self._pace = pace
-        self._place = place
+        self._comment = comment
         self._is_stamped = is_stamped
         self._last_s = 0.0
 
@@ -70,15 +70,15 @@ class _Writer:
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         self._last_s = asyncio.get_running_loop().time()
 
-    def event(self, value: dict[str, Any], made_s: float | None = None) -> bytes:
-        """One event, to be written at once. `made_s` is when its newest token left the engine, if it has one."""
+    def event(self, value: ChatChunk | TextChunk | ErrorEvent, made_s: float | None = None) -> bytes:
+        """One event, to be written at once. `made_s` is when its newest token left the engine, if it has a token."""
         if self._is_stamped:
-            made_s = None if made_s is None else round(made_s, 6)
-            value = {**value, "timestamps": {"sent_s": round(time.time(), 6), "token_s": made_s}}
+            token_s = None if made_s is None else round(made_s, 6)
+            value["timestamps"] = {"sent_s": round(time.time(), 6), "token_s": token_s}
         return b"data: " + encode(value) + b"\n\n"
 
     async def write(self, payload: bytes, *, more: bool = True) -> None:
-        """Sends one piece, if there is anything in it. Raises ClientGone when the reader takes nothing for too long."""
+        """Sends bytes, if there are any. Raises ClientGone when the client does not read them in time."""
         if not payload and more:
             return
         try:
@@ -88,54 +88,60 @@ class _Writer:
             raise ClientGone from None
         self._last_s = asyncio.get_running_loop().time()
 
-    async def news(self, listener: Listener) -> list[Delta]:
-        """What the engine made next; meanwhile, the place in line, and pings from the first step on."""
+    async def next_deltas(self, listener: Listener) -> list[Delta]:
+        """What the engine makes next. Meanwhile sends the position in the queue, and pings once the request runs."""
         while True:
-            place = self._place()
-            if place is None:
+            comment = self._comment()
+            if comment is None:
                 until_s = self._last_s + self._pace.ping_s
             else:
-                await self.write(place)
+                await self.write(comment)
                 until_s = asyncio.get_running_loop().time() + self._pace.queue_s
             try:
-                # In no variable: it knows its task, and the task of a client that left knows this frame. The two would
-                # keep each other and the whole request, until somebody looks for cycles.
+                # No variable holds the timeout: it refers to its task, whose exception refers to this frame when the
+                # client leaves. That cycle would keep the whole request until the garbage collector looks.
                 async with asyncio.timeout_at(until_s):
                     return await listener.take()
             except TimeoutError:
-                await self.write(PING if place is None else b"")
+                await self.write(PING if comment is None else b"")
 
 
-async def stream(answer: Answer, listener: Listener, send: Send, pace: Pace, place: Callable[[], bytes | None]) -> None:
-    """Writes one answer as it comes. Raises ClientGone when nobody reads it; other failures are told in the stream.
+async def stream(
+    builder: ResponseBuilder[WholeT, ChunkT, Any],
+    listener: Listener,
+    send: Send,
+    pace: Pace,
+    comment: Callable[[], bytes | None],
+) -> None:
+    """Writes one answer as it comes. Raises ClientGone when the client is gone; other failures are sent as an event.
 
-    `place` is the comment for one that waits in line (it may be empty), and None once it does not.
+    `comment` gives the comment for a request in the queue, which may be empty, and None once the request has started.
     """
-    writer = _Writer(send, pace, place, is_stamped=answer.job.include_timestamps)
+    writer = _Writer(send, pace, comment, is_stamped=builder.prepared.include_timestamps)
     await writer.start()
     try:
-        await writer.write(b"".join(map(writer.event, answer.opening())))
+        await writer.write(b"".join(map(writer.event, builder.opening())))
         while not listener.is_done:
-            deltas = await writer.news(listener)
-            chunks = [writer.event(chunk, delta.made_s) for delta in deltas for chunk in answer.chunks(delta)]
+            deltas = await writer.next_deltas(listener)
+            chunks = [writer.event(chunk, delta.made_s) for delta in deltas for chunk in builder.chunks(delta)]
             await writer.write(b"".join(chunks))
             raise_failure(deltas)
-        usage = writer.event(answer.usage_chunk()) if answer.job.include_usage else b""
+        usage = writer.event(builder.usage_chunk()) if builder.prepared.include_usage else b""
         await writer.write(usage + DONE, more=False)
     except ClientGone:
         raise
     except Exception as error:
         if not isinstance(error, ChairliftError):
-            log.exception("request %s: its stream failed", answer.job.id)
-        await writer.write(writer.event(error_body(error)) + DONE, more=False)
+            log.exception("request %s: its stream failed", builder.prepared.id)
+        await writer.write(writer.event({"error": error_body(error)["error"]}) + DONE, more=False)
 
 
-async def collect(answer: Answer, listener: Listener) -> dict[str, object]:
-    """The whole answer, once every choice has ended. Raises what any of them failed with."""
-    whole = [Delta(i) for i in range(len(answer.choices))]
+async def collect(builder: ResponseBuilder[WholeT, ChunkT, Any], listener: Listener) -> WholeT:
+    """The whole answer, once every choice has ended. Raises the first failure."""
+    whole = [Delta(i) for i in range(len(listener.requests))]
     while not listener.is_done:
         deltas = await listener.take()
         raise_failure(deltas)
         for delta in deltas:
             whole[delta.index].add(delta)
-    return answer.whole(whole)
+    return builder.whole(whole)

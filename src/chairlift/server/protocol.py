@@ -1,7 +1,6 @@
-"""HTTP/1.1 below the application: what is no request is refused like any other error, and a head has a bound.
+"""HTTP/1.1 below the application: refuses what is not a request like any other error, and bounds a request's head.
 
-uvicorn answers what it cannot parse in plain text, and keeps collecting a head (request line and headers) that never
-ends.
+uvicorn answers bytes that it cannot parse in plain text, and collects a head (request line and headers) without limit.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from chairlift.errors import RequestError
-from chairlift.server.problem import HeadTooLarge, InvalidHttp, encode, error_body
+from chairlift.server.http_errors import HeadTooLarge, InvalidHttp, error_body
+from chairlift.server.responses import encode
 
 MAX_HEAD_BYTES = 64 << 10
 
@@ -27,24 +27,24 @@ class Protocol(HttpToolsProtocol):
         self._num_head_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Parses received bytes, and refuses a head that is too large."""
         super().data_received(data)
         self._num_head_bytes = self._num_head_bytes + len(data) if self._is_in_head else 0
         if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(HeadTooLarge(MAX_HEAD_BYTES))
 
     def on_message_begin(self) -> None:
-        """The first byte of a request was seen."""
+        """Called by the parser at the first byte of a request."""
         self._is_in_head = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head is over, and the application begins."""
+        """Called by the parser at the end of the head. uvicorn then starts the application."""
         self._is_in_head = False
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP."""
+        """Called by uvicorn for bytes that are not HTTP."""
         self._refuse(InvalidHttp("what was sent is not an HTTP request"))
 
     def _refuse(self, error: RequestError) -> None:
