@@ -33,7 +33,7 @@ from chairlift.machine import Machine
 from chairlift.models import registry
 from chairlift.models.gguf import GGUFFile
 from chairlift.models.spec import ModelSpec, RawTensor
-from chairlift.models.template import ChatTemplate
+from chairlift.models.templates.chat_template import ChatTemplate
 from chairlift.models.tokenizer import Tokenizer
 from chairlift.plan import Plan
 

@@ -23,7 +23,7 @@ from chairlift.boot import Loaded
 from chairlift.config import Config
 from chairlift.kernels.ops import StepArrays
 from chairlift.machine import Machine
-from chairlift.models.template import ChatTemplate
+from chairlift.models.templates.chat_template import ChatTemplate
 from chairlift.models.tokenizer import Tokenizer
 from chairlift.server.app import create_app
 from chairlift.server.sse import Pace
