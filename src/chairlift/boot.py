@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,15 +31,13 @@ from chairlift.errors import ConfigError, RequestError
 from chairlift.kernels.backend import Backend, KVLayout, LoadSpec, Model
 from chairlift.machine import Machine
 from chairlift.models import registry
-from chairlift.models.gguf import GGUFFile
+from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.spec import ModelSpec, RawTensor
 from chairlift.models.templates.chat_template import ChatTemplate
 from chairlift.models.tokenizer import Tokenizer
 from chairlift.plan import Plan
 
 Progress = Callable[[str], None]
-
-TEMPLATE_KEY = "tokenizer.chat_template"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +106,19 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
     timings = {"python": time.perf_counter() - BEGAN_S}
     path = store.resolve(config.model, config.cache_dir, progress=progress)
     with _timed(timings, "open"):
-        file = GGUFFile.open(path)
-    with file, ThreadPoolExecutor(1) as beside:
-        spec = registry.read_spec(file)
-        tokenizer = beside.submit(Tokenizer.from_gguf, file.metadata)
+        checkpoint = open_checkpoint(path)
+    with checkpoint, ThreadPoolExecutor(1) as beside:
+        spec = checkpoint.spec
+        tokenizer = beside.submit(checkpoint.tokenizer)
         isa = _isa(config)
         machine = machines.detect()
         names = config.served_model_name or (_own_name(path, config.cache_dir),)
-        tensors = registry.model_tensors(spec, file.tensors)
+        tensors = registry.model_tensors(spec, checkpoint.tensors)
         distinct = list({id(tensor): tensor for tensor in tensors.values()}.values())
         on_disk = plans.ModelOnDisk(names[0], _format(distinct), sum(tensor.data.nbytes for tensor in distinct))
         plan = plans.resolve(config, spec, machine, on_disk, isa=isa)
         with _timed(timings, "bandwidth"):
-            bandwidth = machines.measure_bandwidth(path, plan.threads)
+            bandwidth = machines.measure_bandwidth(checkpoint.weight_file, plan.threads)
         loading: dict[str, float] = {}
         with _timed(loading, "weights and KV"):
             backend = _backend(config, plan)
@@ -129,7 +127,7 @@ def load(config: Config, *, progress: Progress | None = None) -> Loaded:
             model = backend.load(LoadSpec(spec, forward, tensors, layout, plan.max_num_batched_tokens))
         timings |= model.load_s or loading  # the parts, where the backend tells them apart
         with _timed(timings, "tokenizer"):  # built meanwhile; this is what was left of it
-            template = _template(file.metadata, tokenizer.result())
+            template = _template(checkpoint.chat_template, tokenizer.result())
     tied = tensors[registry.HEAD] is tensors[registry.EMBEDDING]
     return Loaded(
         config=config,
@@ -194,9 +192,8 @@ def _timed(timings: dict[str, float], part: str) -> Iterator[None]:
     timings[part] = time.perf_counter() - start
 
 
-def _template(metadata: Mapping[str, object], tokenizer: Tokenizer) -> ChatTemplate | None:
-    source = metadata.get(TEMPLATE_KEY)
-    return ChatTemplate(source, tokenizer.special_tokens) if isinstance(source, str) else None
+def _template(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
 
 
 def _backend(config: Config, plan: Plan) -> Backend:

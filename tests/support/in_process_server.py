@@ -23,8 +23,8 @@ from chairlift.boot import Loaded
 from chairlift.config import Config
 from chairlift.kernels.ops import StepArrays
 from chairlift.machine import Machine
+from chairlift.models.gguf.vocabulary import read_tokenizer
 from chairlift.models.templates.chat_template import ChatTemplate
-from chairlift.models.tokenizer import Tokenizer
 from chairlift.server.app import create_app
 from chairlift.server.sse import Pace
 from support.fake_model import FakeModel, fake_plan, fake_spec
@@ -44,7 +44,7 @@ def fake_loaded(
     **plan: Any,
 ) -> Loaded:
     """The fake model with a real byte-level tokenizer; any field of its plan can be set."""
-    tokenizer = Tokenizer.from_gguf(tokenizer_metadata(add_bos=add_bos))
+    tokenizer = read_tokenizer(tokenizer_metadata(add_bos=add_bos))
     resolved = fake_plan(**plan)
     return Loaded(
         config=Config(),

@@ -24,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.errors import ModelFileError
-from chairlift.models.quant import GGML_TYPES
+from chairlift.models.gguf.ggml_types import GGML_TYPES
 from chairlift.models.spec import RawTensor
+from chairlift.text import shorten
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -87,14 +88,14 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Maps and checks a file. Raises ModelFileError, and nothing else, for whatever is wrong with it."""
+        """Maps and checks a file. Raises ModelFileError, and nothing else, for anything wrong with it."""
         mapping = _map(path)
         return cls(path, _Reader(path, mapping).read(), len(mapping))
 
     def close(self) -> None:
         """Lets go of the tensors; may be called again. `metadata` stays.
 
-        Only the views hold the map, so that it goes with the last of them and never under one.
+        Only the tensors' views hold the map: the system unmaps the file when the last view is gone.
         """
         self.tensors = {}
 
@@ -145,7 +146,7 @@ def _map(path: Path) -> mmap.mmap:
 
 def _shown(text: str) -> str:
     """A name from the file, quoted, escaped and short enough for one line."""
-    return repr(text if len(text) <= 80 else text[:77] + "...")
+    return repr(shorten(text, 80))
 
 
 class _Reader:
