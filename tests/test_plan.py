@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from chairlift import cost
 from chairlift.config import Config
 from chairlift.errors import ConfigError, DoesNotFit
-from chairlift.machine import Machine
+from chairlift.kernels.backend import BLOCK_SIZE, MemoryView
 from chairlift.models.spec import LayerSpec, ModelSpec, RopeSpec
-from chairlift.plan import BLOCK_SIZE, ModelOnDisk, Plan, resolve
+from chairlift.plan import BackendOffer, ModelOnDisk, Plan, resolve
 
 MIB = 1024**2
 SMOL = ModelSpec(
@@ -21,17 +21,15 @@ SMOL = ModelSpec(
     rms_eps=1e-5, layers=(LayerSpec(9, 3, 64, 64, RopeSpec(64)),) * 30,
 )  # fmt: skip
 ON_DISK = ModelOnDisk("smollm2", "Q4_1", 98_000_000)
-BOX = Machine(
-    num_cpus=4, num_cores=2, quota=None, memory_total_bytes=16 * 1024 * MIB, memory_available_bytes=12 * 1024 * MIB,
-    memory_limited_by="the machine",
-)  # fmt: skip
+ROOMY = MemoryView(12 * 1024 * MIB, "the machine", "give it more")
 
 
-def plan(config: Config | None = None, *, spec: ModelSpec = SMOL, memory: int | None = None, **machine: object) -> Plan:
-    box = dataclasses.replace(BOX, **machine)  # type: ignore[arg-type]
-    if memory is not None:
-        box = dataclasses.replace(box, memory_available_bytes=memory, memory_limited_by="the cgroup")
-    return resolve(config or Config(), spec, box, ON_DISK, isa="avx2")
+def plan(
+    config: Config | None = None, *, spec: ModelSpec = SMOL, memory: int | None = None, step_tokens: int = 128,
+    notes: tuple[str, ...] = (),
+) -> Plan:  # fmt: skip
+    view = ROOMY if memory is None else MemoryView(memory, "the cgroup", "give the cgroup more")
+    return resolve(config or Config(), spec, ON_DISK, BackendOffer(view, step_tokens, notes))
 
 
 def noted(made: Plan, words: str) -> bool:
@@ -45,14 +43,13 @@ def test_defaults_on_a_roomy_machine() -> None:
     assert (made.max_num_batched_tokens, made.block_size, made.kv_dtype) == (128, 16, "bf16")
     assert made.pool_tokens == 20 * 1024
     assert made.full_conversations == 2.5
-    assert made.threads == 2
     assert made.max_gap_s is None
 
 
-def test_steps_grow_with_threads_and_slots() -> None:
-    """Sixteen cores with eight tokens each, or slots that were asked for cut to a default that nobody asked for."""
-    assert plan(Config(threads=16), num_cpus=16, quota=None).max_num_batched_tokens == 1024
-    assert plan(Config(threads=96), num_cpus=96, quota=None).max_num_batched_tokens == 1024
+def test_steps_are_as_large_as_suits_the_backend_and_the_slots() -> None:
+    """A backend's word ignored, or slots that were asked for cut to a default that nobody asked for."""
+    assert plan(step_tokens=1024).max_num_batched_tokens == 1024
+    assert plan(Config(max_num_batched_tokens=64), step_tokens=1024).max_num_batched_tokens == 64
     made = plan(Config(max_num_seqs=300))
     assert (made.max_num_batched_tokens, made.max_num_seqs) == (300, 300)
 
@@ -124,7 +121,9 @@ def test_weights_that_do_not_fit_fail_before_loading() -> None:
     """Killed by the kernel half way through loading, without a word."""
     with pytest.raises(DoesNotFit) as caught:
         plan(memory=200 * MIB)
-    assert all(word in str(caught.value) for word in ("needed", "200 MiB available", "the cgroup", "of weights"))
+    assert all(
+        word in str(caught.value) for word in ("needed", "200 MiB available", "the cgroup", "of weights", "give the")
+    )
 
 
 def test_no_room_for_any_context() -> None:
@@ -165,14 +164,19 @@ def test_kv_memory_below_a_block() -> None:
     assert plan(Config(kv_memory=368640)).num_blocks == 1
 
 
-def test_threads_asked_for() -> None:
-    """More threads than processors, or a setting that is ignored."""
-    assert plan(Config(threads=1)).threads == 1
-    assert plan(Config(threads=4)).threads == 4
-    made = plan(Config(threads=64))
-    assert made.threads == 4
-    assert noted(made, "threads lowered from 64 to 4")
-    assert noted(plan(Config(threads=3), quota=2.0), "throttling")
+def test_what_the_backend_had_to_lower_is_said_first() -> None:
+    """A note of the backend that never reaches the start card."""
+    made = plan(Config(max_num_seqs=300), notes=("threads lowered",))
+    assert made.notes[0] == "threads lowered"
+    assert len(made.notes) > 1
+
+
+def test_a_context_cut_by_the_model_says_why() -> None:
+    """A context below what the model was trained for, and the reason lost; a refusal that blames the training."""
+    short = dataclasses.replace(SMOL, context_length=4096, context_note="context is 4096 of 32768: a window")
+    assert noted(plan(spec=short), "context is 4096 of 32768: a window")
+    with pytest.raises(ConfigError, match="--max-model-len 8192: context is 4096 of 32768: a window"):
+        plan(Config(max_model_len=8192), spec=short)
 
 
 def test_what_was_asked_is_carried_over() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def facts(loaded: Loaded) -> dict[str, Any]:
     """All that the card says. Sizes in bytes, times in seconds, rates per second; plain JSON values."""
-    plan, machine = loaded.plan, loaded.machine
+    plan = loaded.plan
     return {
         "model": {
             "name": plan.model_name,
@@ -35,13 +35,11 @@ def facts(loaded: Loaded) -> dict[str, Any]:
         },
         "startup_s": {part: round(seconds, 4) for part, seconds in loaded.timings.items()},
         "machine": {
-            "isa": plan.isa,
-            "threads": plan.threads,
-            "threads_reason": machine.threads_reason,
-            "memory_available_bytes": machine.memory_available_bytes,
-            "memory_limited_by": machine.memory_limited_by,
+            **loaded.backend.device,
+            "memory_available_bytes": loaded.memory.available_bytes,
+            "memory_limited_by": loaded.memory.limited_by,
             "bandwidth_bytes_per_s": round(loaded.bandwidth),
-            "activation_bits": plan.activation_bits,
+            **loaded.backend.rounding,
         },
         "kv": {
             "dtype": plan.kv_dtype,
@@ -75,11 +73,7 @@ def lines(loaded: Loaded) -> list[tuple[str, str]]:
         ("model", f"{model['name']}{also}: {model['title']}, {model['num_parameters'] / 1e6:,.0f} M parameters"),
         ("format", f"{model['format']}, weights {human(model['weight_bytes'])} in memory"),
         ("start", f"{sum(said['startup_s'].values()):.2f} s: {spent}"),
-        (
-            "compute",
-            f"{machine['isa']}, {_count(machine['threads'], 'thread')} ({machine['threads_reason']}), "
-            f"activations int{machine['activation_bits']}",
-        ),
+        ("compute", loaded.backend.summary),
         (
             "context",
             f"{limits['max_model_len']:,} tokens a request, each {human(kv['bytes_per_token'])} of KV ({kv['dtype']})",
@@ -132,7 +126,3 @@ def example(loaded: Loaded, url: str) -> str:
     text = json.dumps(body, ensure_ascii=False).replace(', "messages"', ',\n  "messages"')
     parts.append(f"-d {shlex.quote(text)}")
     return " \\\n  ".join(parts)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from chairlift.boot import Loaded, Session
+from chairlift.boot import Loaded
 from chairlift.engine.request import SamplingParams
 from chairlift.errors import RequestError
+from chairlift.session import Session
 
 WINDOW = 1024
 

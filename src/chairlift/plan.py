@@ -9,17 +9,13 @@ from typing import Literal
 from chairlift import cost
 from chairlift.config import MAX_MEMORY_UTILIZATION, Config
 from chairlift.errors import ConfigError, DoesNotFit
-from chairlift.machine import Machine
+from chairlift.kernels.backend import BLOCK_SIZE, KVDtype, MemoryView
 from chairlift.models.spec import ModelSpec
 
 Batching = Literal["continuous", "static", "serial"]
 
-BLOCK_SIZE = 16
 DEFAULT_SLOTS = 20
 DEFAULT_CONTEXT = 8192
-LEAST_STEP_TOKENS, MOST_STEP_TOKENS = 128, 1024
-THREAD_STEP_TOKENS = 64
-"""Tokens of a step that each thread takes through a layer by itself: more no longer fit its cache (docs/log.md)."""
 SLOT_TOKENS = 1024
 """KV that each slot gets by default, unless the context is shorter: conversations are seldom full at once, and memory
 that is touched at start costs about a second per GiB on a new virtual machine (docs/log.md)."""
@@ -31,7 +27,7 @@ RUNTIME_BYTES = 128 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything sized. What this says is what is allocated."""
+    """Every size that was decided, for any backend. What this says is what is allocated."""
 
     spec: ModelSpec
     model_name: str  # as served
@@ -43,15 +39,12 @@ class Plan:
     max_queue: int
     block_size: int
     num_blocks: int
-    kv_dtype: Literal["bf16", "int8"]
+    kv_dtype: KVDtype
     kv_bytes_per_token: int
     prefix_caching: bool
     batching: Batching
     max_gap_s: float | None  # None: the larger of 0.1 s and twice the decode-only step
     watchdog_s: float
-    threads: int
-    isa: str
-    activation_bits: Literal[8, 16] = 8
     max_queue_wait_s: float | None = None  # None: as long as it takes
     max_running_per_key: int | None = None
     notes: tuple[str, ...] = ()  # each thing that was lowered or chosen, and why
@@ -81,18 +74,24 @@ class ModelOnDisk:
     weight_bytes: int
 
 
-def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDisk, *, isa: str) -> Plan:
-    """Cuts what was asked to what model and machine carry.
+@dataclass(frozen=True, slots=True)
+class BackendOffer:
+    """What the plan needs to know of the backend: its memory, the step that suits it, and what it had to lower."""
 
-    Raises ConfigError for what the model cannot do, DoesNotFit (before anything is loaded) for what the machine cannot.
+    memory: MemoryView
+    step_tokens: int
+    notes: tuple[str, ...] = ()
+
+
+def resolve(config: Config, spec: ModelSpec, model: ModelOnDisk, offer: BackendOffer) -> Plan:
+    """Cuts what was asked to what model and backend carry.
+
+    Raises ConfigError for what the model cannot do, DoesNotFit (before anything is loaded) for what memory cannot hold.
     """
-    notes: list[str] = []
-    kv_dtype: Literal["bf16", "int8"] = "int8" if config.kv_cache_dtype == "int8" else "bf16"
-    threads = _threads(config, machine, notes)
-    for_cache = max(LEAST_STEP_TOKENS, min(MOST_STEP_TOKENS, THREAD_STEP_TOKENS * threads))
-    default_tokens = max(for_cache, config.max_num_seqs or 0)
-    step_tokens = config.max_num_batched_tokens or default_tokens
-    memory = _Memory.after_weights(config, spec, machine, model, step_tokens)
+    notes = [*offer.notes, *filter(None, [spec.context_note])]
+    kv_dtype: KVDtype = "int8" if config.kv_cache_dtype == "int8" else "bf16"
+    step_tokens = config.max_num_batched_tokens or max(offer.step_tokens, config.max_num_seqs or 0)
+    memory = _Memory.after_weights(config, spec, model, offer.memory, step_tokens)
     per_token = cost.kv_bytes_per_token(spec, kv_dtype)
     limit = memory.pool_limit(per_token * BLOCK_SIZE)
     limit_blocks = cost.blocks_in(limit, per_token, BLOCK_SIZE)
@@ -122,9 +121,6 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDis
         batching=config.batching,
         max_gap_s=None if config.max_gap_ms is None else config.max_gap_ms / 1000,
         watchdog_s=config.watchdog_s,
-        threads=threads,
-        isa=isa,
-        activation_bits=16 if config.activation_dtype == "int16" else 8,
         max_queue_wait_s=config.max_queue_wait,
         max_running_per_key=config.max_running_per_key,
         notes=tuple(notes),
@@ -136,18 +132,18 @@ class _Memory:
     """What is left for the KV pool, and how to say that it is too little."""
 
     model: ModelOnDisk
-    machine: Machine
+    view: MemoryView
     utilization: float
     asked: int | None  # --kv-memory
     working_bytes: int  # activations and the rest of the process
 
     @classmethod
     def after_weights(
-        cls, config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDisk, step_tokens: int
+        cls, config: Config, spec: ModelSpec, model: ModelOnDisk, view: MemoryView, step_tokens: int
     ) -> _Memory:
         """DoesNotFit when the weights alone are too large."""
         working = RUNTIME_BYTES + cost.activation_bytes(spec, step_tokens)
-        memory = cls(model, machine, config.memory_utilization, config.kv_memory, working)
+        memory = cls(model, view, config.memory_utilization, config.kv_memory, working)
         if memory.room <= 0:
             raise memory.too_small(0, "no KV yet")
         return memory
@@ -156,7 +152,7 @@ class _Memory:
     def room(self) -> int:
         """Bytes left after weights and working memory."""
         taken = cost.packed_weight_bytes(self.model.weight_bytes) + self.working_bytes
-        return self.machine.memory_available_bytes - taken
+        return self.view.available_bytes - taken
 
     @property
     def share(self) -> int:
@@ -186,9 +182,8 @@ class _Memory:
         needed = weights + self.working_bytes + kv_bytes
         human = cost.human_bytes
         if self.room <= 0:
-            fits = cost.file_weight_bytes(self.machine.memory_available_bytes - self.working_bytes)
-            hint = f"use a model or format with at most {human(max(0, fits))} of weights, or give the machine or its "
-            hint += "cgroup more memory"
+            fits = cost.file_weight_bytes(self.view.available_bytes - self.working_bytes)
+            hint = f"use a model or format with at most {human(max(0, fits))} of weights, or {self.view.remedy}"
         elif what == "--kv-memory":
             hint = f"at most --kv-memory {_mib(self.room, up=False)}MiB fits"
         else:
@@ -198,8 +193,8 @@ class _Memory:
             hint += f"{raised}use --kv-cache-dtype int8 or a smaller model"
         return DoesNotFit(
             f"{self.model.name} does not fit: {human(needed)} needed (weights {human(weights)}, working memory "
-            f"{human(self.working_bytes)}, {what} {human(kv_bytes)}), {human(self.machine.memory_available_bytes)} "
-            f"available, limited by {self.machine.memory_limited_by}",
+            f"{human(self.working_bytes)}, {what} {human(kv_bytes)}), {human(self.view.available_bytes)} "
+            f"available, limited by {self.view.limited_by}",
             hint=hint,
         )
 
@@ -210,8 +205,9 @@ def _asked_context(config: Config, spec: ModelSpec, notes: list[str]) -> int:
             notes.append(f"context is {DEFAULT_CONTEXT} of the model's {spec.context_length} tokens: --max-model-len")
         return min(spec.context_length, DEFAULT_CONTEXT)
     if config.max_model_len > spec.context_length:
+        why = spec.context_note or f"{spec.name} was trained for {spec.context_length} tokens"
         raise ConfigError(
-            f"--max-model-len {config.max_model_len}: {spec.name} was trained for {spec.context_length} tokens",
+            f"--max-model-len {config.max_model_len}: {why}",
             hint=f"use at most {spec.context_length}",
         )
     return config.max_model_len
@@ -247,17 +243,6 @@ def _slots(config: Config, carried: int, step_tokens: int, notes: list[str]) -> 
         notes.append(f"slots lowered from {slots} to {step_tokens}: a step carries no more tokens")
         slots = step_tokens
     return slots
-
-
-def _threads(config: Config, machine: Machine, notes: list[str]) -> int:
-    if config.threads is None:
-        return machine.threads
-    if config.threads > machine.num_cpus:
-        notes.append(f"threads lowered from {config.threads} to {machine.num_cpus}: no more processors in our affinity")
-        return machine.num_cpus
-    if machine.quota is not None and config.threads > machine.quota:
-        notes.append(f"{config.threads} threads exceed the cgroup's quota of {machine.quota:g}: expect throttling")
-    return config.threads
 
 
 def _mib(num_bytes: int, *, up: bool = True) -> int:

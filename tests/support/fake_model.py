@@ -48,8 +48,6 @@ def fake_plan(**changes: object) -> Plan:
         "batching": "continuous",
         "max_gap_s": 10.0,
         "watchdog_s": 30.0,
-        "threads": 1,
-        "isa": "none",
     }
     return Plan(**{**fields, **changes})  # type: ignore[arg-type]
 

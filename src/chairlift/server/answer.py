@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from chairlift import __version__
 from chairlift.boot import Loaded
 from chairlift.engine.request import FinishReason, Request, TokenLogprob
 from chairlift.models.tokenizer import Tokenizer
@@ -140,14 +139,13 @@ class Answer:
         }
 
     def _head(self, kind: str) -> Json:
-        plan = self.loaded.plan
         return {
             "id": self.job.id,
             "object": kind,
             "created": self.created,
             "model": self.job.model,
             # An answer depends on these and nothing else of the server: see "Determinism" in the docs.
-            "system_fingerprint": f"chairlift-{__version__}-{plan.isa}-a{plan.activation_bits}-{plan.kv_dtype}",
+            "system_fingerprint": self.loaded.fingerprint,
         }
 
     def _chunk(self, choices: list[Json]) -> Json:
