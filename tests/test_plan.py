@@ -60,6 +60,16 @@ def test_a_pool_below_all_slots_at_full_context_is_said() -> None:
     assert not noted(plan(Config(kv_memory=20 * 8192 * 23040)), "exceed")
 
 
+def test_layers_of_different_kinds_share_one_pool() -> None:
+    """A pool sized by the first layer, in a model whose others are smaller or larger."""
+    half = dataclasses.replace(SMOL.layers[0], num_kv_heads=1)
+    mixed = dataclasses.replace(SMOL, layers=(*SMOL.layers[:10], *(half,) * 20))
+    made, alike = plan(Config(kv_memory=64 * MIB), spec=mixed), plan(Config(kv_memory=64 * MIB))
+    assert (alike.kv_bytes_per_token, made.kv_bytes_per_token) == (23040, 10 * 768 + 20 * 256)
+    assert made.pool_bytes <= 64 * MIB < made.pool_bytes + BLOCK_SIZE * made.kv_bytes_per_token
+    assert made.num_blocks == 64 * MIB // (16 * 12800)
+
+
 def test_short_contexts_get_a_pool_for_all_slots() -> None:
     """Eight people preempting one another with gigabytes free."""
     made = plan(Config(max_model_len=1024))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from chairlift import cost
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from chairlift.boot import Loaded
+    from chairlift.models.spec import LayerSpec, ModelSpec
 
 
 def facts(loaded: Loaded) -> dict[str, Any]:
@@ -32,6 +34,7 @@ def facts(loaded: Loaded) -> dict[str, Any]:
             "weight_bytes": loaded.model.weight_bytes,
             "context_length": loaded.spec.context_length,
             "chat_template": loaded.template is not None,
+            **({"layers": layers} if (layers := layers_in_words(loaded.spec)) else {}),
         },
         "startup_s": {part: round(seconds, 4) for part, seconds in loaded.timings.items()},
         "machine": {
@@ -72,6 +75,7 @@ def lines(loaded: Loaded) -> list[tuple[str, str]]:
     return [
         ("model", f"{model['name']}{also}: {model['title']}, {model['num_parameters'] / 1e6:,.0f} M parameters"),
         ("format", f"{model['format']}, weights {human(model['weight_bytes'])} in memory"),
+        *([("layers", model["layers"])] if "layers" in model else []),
         ("start", f"{sum(said['startup_s'].values()):.2f} s: {spent}"),
         ("compute", loaded.backend.summary),
         (
@@ -91,6 +95,21 @@ def lines(loaded: Loaded) -> list[tuple[str, str]]:
         ),
         *(("note", note) for note in said["notes"]),
     ]
+
+
+def layers_in_words(spec: ModelSpec) -> str:
+    """How many layers there are of each kind, the most frequent first; "" where all are alike."""
+    kinds = Counter(_layer_in_words(layer) for layer in spec.layers)
+    if len(kinds) == 1:
+        return ""
+    return f"{spec.num_layers}: " + "; ".join(f"{count} of {words}" for words, count in kinds.most_common())
+
+
+def _layer_in_words(layer: LayerSpec) -> str:
+    lanes = f"{layer.head_dim}" if layer.head_dim == layer.value_dim else f"{layer.head_dim} and {layer.value_dim}"
+    heads = f"{layer.num_kv_heads} KV head{'' if layer.num_kv_heads == 1 else 's'} of {lanes} lanes"
+    window = "" if layer.window is None else f", a window of {layer.window:,} tokens"
+    return f"{layer.kind} with {heads}{window}"
 
 
 def render(loaded: Loaded, url: str | None = None) -> Group:

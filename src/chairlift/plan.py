@@ -62,7 +62,7 @@ class Plan:
     @property
     def full_conversations(self) -> float:
         """How many conversations of `max_model_len` the pool holds."""
-        return self.pool_tokens / self.max_model_len
+        return cost.concurrency(self.pool_tokens, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
