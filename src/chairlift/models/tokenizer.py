@@ -155,10 +155,9 @@ class Tokenizer:
             ids.insert(0, self.bos_id)
         return ids
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD. Raises RequestError for an id out of range."""
-        skipped = self.special_ids if skip_special else frozenset()
-        return b"".join(self.vocab_bytes[self._checked(i)] for i in ids if i not in skipped).decode("utf-8", "replace")
+        return b"".join(self.vocab_bytes[self._checked(i)] for i in ids).decode("utf-8", "replace")
 
     def _checked(self, token_id: int) -> int:
         if not 0 <= token_id < self.vocab_size:

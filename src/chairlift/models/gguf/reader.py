@@ -79,18 +79,15 @@ class GGUFFile:
     `metadata` holds ints, floats, bools, strings and lists of them; `tensors` holds zero-copy, read-only views.
     """
 
-    def __init__(self, path: Path, parsed: _Parsed, size_bytes: int) -> None:
+    def __init__(self, path: Path, parsed: _Parsed) -> None:
         self.path = path
-        self.version = parsed.version
         self.metadata = parsed.metadata
         self.tensors = parsed.tensors
-        self.size_bytes = size_bytes
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
         """Maps and checks a file. Raises ModelFileError, and nothing else, for anything wrong with it."""
-        mapping = _map(path)
-        return cls(path, _Reader(path, mapping).read(), len(mapping))
+        return cls(path, _Reader(path, _map(path)).read())
 
     def close(self) -> None:
         """Lets go of the tensors; may be called again. `metadata` stays.
@@ -109,7 +106,6 @@ class GGUFFile:
 
 
 class _Parsed(NamedTuple):
-    version: int
     metadata: dict[str, Any]
     tensors: dict[str, RawTensor]
 
@@ -162,7 +158,7 @@ class _Reader:
         self._context = ""
 
     def read(self) -> _Parsed:
-        version = self._version()
+        self._check_version()
         num_tensors = self._count("tensors", _MIN_TENSOR_BYTES)
         num_pairs = self._count("key/value pairs", _MIN_PAIR_BYTES)
         metadata: dict[str, Any] = {}
@@ -172,13 +168,13 @@ class _Reader:
         infos: dict[str, _TensorInfo] = {}
         for index in range(num_tensors):
             self._tensor_info(index, infos)
-        return _Parsed(version, metadata, self._place(infos, alignment))
+        return _Parsed(metadata, self._place(infos, alignment))
 
     def _fail(self, what: str, at: int | None = None, *, hint: str = "") -> ModelFileError:
         message = f"{self._context}: {what}" if self._context else what
         return ModelFileError(str(self._path), message, offset=self._at if at is None else at, hint=hint)
 
-    def _version(self) -> int:
+    def _check_version(self) -> None:
         start = self._map[:32]
         if start[:4] != MAGIC:
             for prefix, name in _FOREIGN:
@@ -196,7 +192,6 @@ class _Reader:
         if version not in VERSIONS:
             raise self._fail(f"is GGUF version {version}; versions 2 and 3 are read", 4)
         self._at = 8
-        return version
 
     def _need(self, num_bytes: int, what: str) -> int:
         """Checks that so many bytes are left in the header; gives where they begin and moves past them."""
