@@ -17,7 +17,7 @@ import numpy as np
 from chairlift import _native
 from chairlift.errors import ConfigError, DoesNotFit, EngineError, ModelError
 from chairlift.kernels import record
-from chairlift.kernels.backend import LoadSpec
+from chairlift.kernels.backend import BLOCK_SIZE, LoadSpec
 from chairlift.kernels.cpu import CPUBackend, CPUSettings, choose_threads, wanted_bits
 from chairlift.kernels.ops import MAX_TOP, SAMPLE_DTYPE, LogitResult, StepArrays
 from chairlift.kernels.record import Node, Value, WeightKinds
@@ -30,7 +30,6 @@ Lanes = tuple[int, int, int]
 """Buffer, first lane, number of lanes."""
 
 NOTHING: Lanes = (-1, 0, 0)
-BLOCK_SIZE = 16
 
 
 def available_isas() -> list[str]:
