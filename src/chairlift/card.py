@@ -1,6 +1,6 @@
 """The start card: what was loaded, what was reserved and why, for people (rich) and for programs (a dict).
 
-`facts` is the one source: the card, `/v1/models` and `chairlift info --json` all show it. Knows no numbers of its own.
+`facts` is the one source: the card, `/v1/models` and `chairlift info --json` all show it. Has no numbers of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def facts(loaded: Loaded) -> dict[str, Any]:
-    """All that the card says. Sizes in bytes, times in seconds, rates per second; plain JSON values."""
+    """All that the card says, as plain JSON values: sizes in bytes, times in seconds, rates per second."""
     plan = loaded.plan
     return {
         "model": {
@@ -113,7 +113,7 @@ def _layer_in_words(layer: LayerSpec) -> str:
 
 
 def render(loaded: Loaded, url: str | None = None) -> Group:
-    """The card for a terminal (print it with a rich Console); with the address of a server, how to try it."""
+    """The card for a terminal; print it with a rich Console. With a server's `url` it shows a command to try."""
     from rich.console import Group, RenderableType
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,7 @@
-"""The resolved decision the engine boots from: what was asked, cut to what model and machine carry, with reasons."""
+"""The sizes that the engine starts with: what was asked, cut to what model and memory carry, and why.
+
+Knows no backend: `BackendOffer` is all that it is told of one. The arithmetic is `cost.py`'s.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ Batching = Literal["continuous", "static", "serial"]
 DEFAULT_SLOTS = 20
 DEFAULT_CONTEXT = 8192
 SLOT_TOKENS = 1024
-"""KV that each slot gets by default, unless the context is shorter: conversations are seldom full at once, and memory
-that is touched at start costs about a second per GiB on a new virtual machine (docs/log.md)."""
+"""Tokens of KV a slot gets by default, unless the context is shorter. Conversations are seldom full at once, and
+memory that is touched at start costs a second per GiB on a new virtual machine (docs/log.md)."""
 LEAST_CONTEXT = 256
-"""A context below this is not worth starting for, unless asked."""
+"""A shorter context is refused unless it was asked for: it would not be worth starting."""
 RUNTIME_BYTES = 128 * 1024**2
-"""Left for Python, the tokenizer and requests, beside weights, KV and activations."""
+"""Room for Python, the tokenizer and requests, beside weights, KV and activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Plan:
     spec: ModelSpec
     model_name: str  # as served
     model_format: str  # e.g. "Q4_1 + Q8_0"
-    weight_bytes: int
+    weight_bytes: int  # in the container, before packing
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -51,7 +54,7 @@ class Plan:
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens the KV pool holds: reserved, not used."""
+        """Tokens that the KV pool has room for, used or not."""
         return self.num_blocks * self.block_size
 
     @property
@@ -61,17 +64,17 @@ class Plan:
 
     @property
     def full_conversations(self) -> float:
-        """How many conversations of `max_model_len` the pool holds."""
+        """Conversations of `max_model_len` that fit into the pool at once."""
         return cost.concurrency(self.pool_tokens, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOnDisk:
-    """What the plan needs to know of the model's file."""
+    """What the plan needs to know of the model's checkpoint."""
 
     name: str  # as served
-    format: str
-    weight_bytes: int
+    format: str  # e.g. "Q4_1 + Q8_0"
+    weight_bytes: int  # in the container, before packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ def resolve(config: Config, spec: ModelSpec, model: ModelOnDisk, offer: BackendO
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What is left for the KV pool, and how to say that it is too little."""
+    """The memory that is left for the KV pool, and the error that says it is too little."""
 
     model: ModelOnDisk
     view: MemoryView
@@ -156,11 +159,11 @@ class _Memory:
 
     @property
     def share(self) -> int:
-        """Bytes of the room that a pool may take by itself."""
+        """Bytes of the room that a pool takes unless --kv-memory says otherwise."""
         return int(self.room * self.utilization)
 
     def pool_limit(self, block_bytes: int) -> int:
-        """Most bytes of the pool: what was asked, if there is room for it, or our share."""
+        """Most bytes of the pool: --kv-memory where it was given, else the share. Raises where that does not fit."""
         if self.asked is None:
             return self.share
         if self.asked < block_bytes:
@@ -173,11 +176,11 @@ class _Memory:
         return self.asked
 
     def carries(self, context: int, per_token: int) -> int:
-        """Conversations of that length that our share of memory could hold; at least 1."""
+        """Conversations of `context` tokens that the share could hold; at least 1."""
         return max(1, self.share // (context * per_token))
 
     def too_small(self, kv_bytes: int, what: str) -> DoesNotFit:
-        """The error: needed, available, what would fit, which flag."""
+        """The error, with bytes needed and available, what would fit, and the flag that changes it."""
         weights = cost.packed_weight_bytes(self.model.weight_bytes)
         needed = weights + self.working_bytes + kv_bytes
         human = cost.human_bytes
@@ -214,7 +217,7 @@ def _asked_context(config: Config, spec: ModelSpec, notes: list[str]) -> int:
 
 
 def _context(asked: int, limit_blocks: int, per_token: int, memory: _Memory, notes: list[str]) -> int:
-    """The context length, lowered to what the largest pool holds; DoesNotFit when that is not worth starting for."""
+    """The context length, lowered to what the largest pool holds; DoesNotFit below LEAST_CONTEXT."""
     tokens = limit_blocks * BLOCK_SIZE
     least = min(asked, LEAST_CONTEXT)
     if tokens < least and memory.asked is None:
@@ -227,7 +230,7 @@ def _context(asked: int, limit_blocks: int, per_token: int, memory: _Memory, not
 
 
 def _useful_blocks(slots: int, max_model_len: int) -> int:
-    """The pool that a team needs, if memory has more: one full context, and each slot's usual share."""
+    """The pool that a team needs, although memory may have more: one full context, or SLOT_TOKENS for each slot."""
     return cost.blocks_for(max(max_model_len, slots * min(max_model_len, SLOT_TOKENS)), BLOCK_SIZE)
 
 

@@ -25,7 +25,7 @@ I16 = npt.NDArray[np.int16]
 BLOCK = 32
 """Activations per scale, and weights per scale in most formats."""
 LARGEST = 127 * 256
-"""The level of a block's largest activation in 16 bits: bytes 127 and 0, so that 8-bit products do the work."""
+"""The level of a block's largest activation in 16 bits. Its two bytes are 127 and 0, so 8-bit products do the work."""
 STEPS = 254
 """Steps between the smallest and the largest level of a block in 8 bits."""
 
@@ -101,9 +101,9 @@ class Quantised:
         return int(self.q.shape[1] // self.scale.shape[1])
 
     def with_half_scales(self) -> Quantised:
-        """The same with scales and offsets rounded to 16-bit floats, as backends hold them: 2^-11 of each at most.
+        """The same with scales and offsets rounded to 16-bit floats, as backends hold them: by 2^-11 of each at most.
 
-        Only K formats change: their scale is a 16-bit float times a small integer, in the others it has 16 bits.
+        Only K formats change. Their scale is a 16-bit float times a small integer; in the others it has 16 bits.
         """
         return replace(self, scale=_rounded(self.scale), offset=None if self.offset is None else _rounded(self.offset))
 
@@ -119,7 +119,7 @@ class Quantised:
 
 
 def bytes_of(type_name: str, num_elements: int) -> int:
-    """Bytes that so many weights take. ModelError for an unknown type or a count that is not whole blocks."""
+    """Bytes that `num_elements` weights take. ModelError for an unknown type or a count that is not whole blocks."""
     kind = FORMATS.get(type_name)
     if kind is None:
         raise ModelError(f"weight type {type_name!r} is not known")
