@@ -14,7 +14,7 @@ all of them control characters or bytes that UTF-8 never holds).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
@@ -107,7 +107,7 @@ class Vocabulary:
     bos_id: int | None = None
     add_bos: bool = False  # prompts of the model begin with BOS
     eos_ids: frozenset[int] = frozenset()  # those that the container names; known end-of-turn tokens are added
-    special_tokens: Mapping[str, str] | None = None  # names that chat templates use ("bos_token") -> their text
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # names in chat templates ("bos_token") -> text
 
 
 class Tokenizer:
@@ -131,7 +131,7 @@ class Tokenizer:
         self.eos_ids: frozenset[int] = vocabulary.eos_ids | known
         self.bos_id: int | None = vocabulary.bos_id
         self.add_bos: bool = vocabulary.add_bos
-        self.special_tokens: dict[str, str] = dict(vocabulary.special_tokens or {})
+        self.special_tokens: dict[str, str] = dict(vocabulary.special_tokens)
         if self.add_bos and self.bos_id is None:
             raise VocabularyError("bos_id", "missing, though prompts of this model begin with that token")
         self._parsing, self._plain = _encoders(vocabulary)

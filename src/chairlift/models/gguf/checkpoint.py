@@ -20,7 +20,7 @@ class GGUFCheckpoint:
     """One open file whose metadata and tensors have been checked. GGUF says nothing of how answers are drawn."""
 
     def __init__(self, file: GGUFFile) -> None:
-        """Raises ModelError for a model that cannot be served; the file is then still the caller's to close."""
+        """Raises ModelError for a model that cannot be served."""
         self.spec = read_spec(file.metadata, file.tensors)
         self.generation = GenerationDefaults()
         self._file = file
