@@ -10,6 +10,11 @@ def shorten(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def quoted(value: object, most: int = 80) -> str:
+    """The `repr` of a foreign value in at most `most` characters: line breaks are escaped, megabytes are cut."""
+    return shorten(repr(value), most)
+
+
 def quoted_list(names: Sequence[str], most: int = 3) -> str:
     """`most` names, quoted and escaped, and how many more there are: "'a', 'b', 'c' and 2 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -72,7 +72,7 @@ def alone(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 class FakeModel:
-    """Implements kernels.ops.Model. `before_run` may raise, sleep or count."""
+    """Implements kernels.backend.Model. `before_run` may raise, sleep or count."""
 
     def __init__(
         self, num_blocks: int, block_size: int = BLOCK_SIZE, before_run: Callable[[StepArrays], None] | None = None

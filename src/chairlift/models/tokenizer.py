@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers.models import BPE
 
 from chairlift.errors import EngineError, ModelError, RequestError
-from chairlift.text import shorten
+from chairlift.text import quoted, shorten
 
 # Control tokens that end a turn or a text in the families we know. Any of them ends a generation.
 _END_OF_TURN = frozenset(
@@ -182,7 +182,7 @@ def _encoders(vocabulary: Vocabulary) -> tuple[Encoder, Encoder]:
         return _encoder(vocabulary, model, vocabulary.control), _encoder(vocabulary, plain_model, ())
     except BaseException as error:
         # The library's own words name the merge or token that it could not take.
-        what = f"do not belong to these tokens: {shorten(str(error), _MAX_SHOWN)}"
+        what = f"do not belong to these tokens: {shorten(str(error), 80)}"
         raise _ours(error, VocabularyError("merges", what)) from None
 
 
@@ -190,7 +190,7 @@ def _ids(tokens: Sequence[str]) -> dict[str, int]:
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
-        raise VocabularyError("tokens", f"{_shown(twice)} is there twice")
+        raise VocabularyError("tokens", f"{quoted(twice)} is there twice")
     return ids
 
 
@@ -220,7 +220,7 @@ def _spelt_by_text(vocabulary: Vocabulary) -> frozenset[str]:
     control = [vocabulary.tokens[i] for i in vocabulary.control]
     byte = next((text for text in control if len(text) == 1 and text in _BYTE_OF), None)
     if byte is not None:
-        raise VocabularyError("control", f"{_shown(byte)} is a control token and also one byte of ordinary text")
+        raise VocabularyError("control", f"{quoted(byte)} is a control token and also one byte of ordinary text")
     merged = {left + right for left, right in vocabulary.merges}
     cut = vocabulary.pre_tokenizer
     return frozenset(text for text in control if text in merged or (cut.ignore_merges and _is_one_piece(cut, text)))
@@ -247,9 +247,6 @@ _BYTE_OF = _byte_alphabet()
 _TO_LATIN1 = dict.fromkeys(range(256), 0xFFFF) | {ord(char): byte for char, byte in _BYTE_OF.items()}
 
 
-_MAX_SHOWN = 80
-
-
 def _token_bytes(token: str, *, is_added: bool) -> bytes:
     """The bytes of one token: an added token's own UTF-8, else through the byte alphabet where the text is of it."""
     if is_added:
@@ -265,8 +262,3 @@ def _ours(error: BaseException, replacement: Exception) -> BaseException:
     # The library's panics derive from BaseException, and their class cannot be imported.
     foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
     return replacement if foreign else error
-
-
-def _shown(token: str) -> str:
-    """A token, quoted and short enough for one line."""
-    return shorten(repr(token), _MAX_SHOWN)

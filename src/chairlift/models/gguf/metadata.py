@@ -16,7 +16,7 @@ from chairlift.errors import ModelError
 from chairlift.models import quant, registry
 from chairlift.models.registry import EMBEDDING
 from chairlift.models.spec import LayerSpec, ModelSpec, RawTensor, RopeSpec
-from chairlift.text import shorten
+from chairlift.text import quoted
 
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor that is no weight: Llama 3's frequency factors, which become part of `RopeSpec`."""
@@ -75,8 +75,6 @@ _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
 _MAX_VOCAB = 1 << 22
 _MAX_CONTEXT = 1 << 26
-_MAX_SHOWN = 63
-"""Most characters of a value in an error."""
 
 
 def read_spec(metadata: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> ModelSpec:
@@ -142,7 +140,7 @@ class _Keys:
         if isinstance(value, list):
             raise ModelError(f"{self.full(key)} has one value a layer, which is not supported")
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-            raise ModelError(f"{self.full(key)} is {_shown(value)}; it must be a whole number from 1 to {limit}")
+            raise ModelError(f"{self.full(key)} is {quoted(value)}; it must be a whole number from 1 to {limit}")
         return value
 
     def number(self, key: str, *, upper: float, default: float | None = None) -> float:
@@ -153,7 +151,7 @@ class _Keys:
         if value is None:
             raise ModelError(f"the file's metadata has no {self.full(key)}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= upper:
-            raise ModelError(f"{self.full(key)} is {_shown(value)}; it must be above 0 and at most {upper:g}")
+            raise ModelError(f"{self.full(key)} is {quoted(value)}; it must be above 0 and at most {upper:g}")
         return float(value)
 
     def refuse_unknown(self) -> None:
@@ -165,7 +163,7 @@ class _Keys:
             if key in _NEUTRAL_VALUES and value in _NEUTRAL_VALUES[key]:
                 continue
             raise ModelError(
-                f"{full} = {_shown(value)} is not supported", hint="ignoring it could give wrong answers without a sign"
+                f"{full} = {quoted(value)} is not supported", hint="ignoring it could give wrong answers without a sign"
             )
 
 
@@ -234,7 +232,7 @@ def _rope_scale(keys: _Keys) -> float:
     kind = keys.get("rope.scaling.type")
     if kind not in (None, "none", "linear"):
         raise ModelError(
-            f"{keys.full('rope.scaling.type')} {_shown(kind)} is not supported",
+            f"{keys.full('rope.scaling.type')} {quoted(kind)} is not supported",
             hint="supported: none, linear, and frequency factors in the file (rope_freqs.weight, as Llama 3 has)",
         )
     key = "rope.scaling.factor" if keys.get("rope.scaling.factor") is not None else "rope.scale_linear"
@@ -255,8 +253,3 @@ def _rope_factors(tensor: RawTensor | None, dim: int) -> tuple[float, ...]:
     if not np.all(np.isfinite(factors) & (factors > 0)):
         raise ModelError(f"tensor {ROPE_FACTORS} has factors that are not positive and finite")
     return tuple(factors.tolist())
-
-
-def _shown(value: object) -> str:
-    """A value from the file, short enough for one line."""
-    return shorten(repr(value), _MAX_SHOWN)

@@ -21,7 +21,7 @@ from chairlift.models.tokenizer import (
     VocabularyError,
     VocabularyPart,
 )
-from chairlift.text import shorten
+from chairlift.text import quoted
 
 _PREFIX = "tokenizer.ggml."
 
@@ -101,13 +101,13 @@ class _Fields:
         if value is None:
             return None
         if type(value) is not int or not 0 <= value < len(self._tokens):
-            raise _wrong(name, f"{_shown(value)} is no id of this vocabulary of {len(self._tokens)} tokens")
+            raise _wrong(name, f"{quoted(value)} is no id of this vocabulary of {len(self._tokens)} tokens")
         return value
 
     def _add_bos(self) -> bool:
         value = self._metadata.get(_PREFIX + "add_bos_token", self._variant.add_bos)
         if type(value) is not bool:
-            raise _wrong("add_bos_token", f"{_shown(value)} is neither true nor false")
+            raise _wrong("add_bos_token", f"{quoted(value)} is neither true nor false")
         return value
 
     def _special_tokens(self) -> dict[str, str]:
@@ -118,14 +118,14 @@ class _Fields:
     def _require_model(self) -> None:
         model = self._metadata.get(_PREFIX + "model")
         if model != "gpt2":
-            what = "missing" if model is None else f"{_shown(model)} is not supported"
+            what = "missing" if model is None else f"{quoted(model)} is not supported"
             raise _wrong("model", what, hint="supported: gpt2, which is byte-level BPE")
 
     def _read_variant(self) -> _Variant:
         name = self._metadata.get(_PREFIX + "pre")
         variant = _VARIANTS.get(name) if isinstance(name, str) else None
         if variant is None:
-            what = "missing" if name is None else f"{_shown(name)} is not supported"
+            what = "missing" if name is None else f"{quoted(name)} is not supported"
             raise _wrong("pre", f"{what}; a guess could cut text wrongly", hint=f"supported: {', '.join(_VARIANTS)}")
         return variant
 
@@ -151,14 +151,9 @@ class _Fields:
 def _merge(index: int, text: str) -> tuple[str, str]:
     left, space, right = text.partition(" ")
     if not (left and space and right) or " " in right:
-        raise _wrong("merges", f"entry {index} is {_shown(text)}, not two tokens with a space between")
+        raise _wrong("merges", f"entry {index} is {quoted(text)}, not two tokens with a space between")
     return left, right
 
 
 def _wrong(field: str, what: str, *, hint: str = "") -> ModelError:
     return ModelError(f"{_PREFIX}{field}: {what}", hint=hint)
-
-
-def _shown(value: object) -> str:
-    """A value from the file, short enough for one line: metadata may hold megabytes."""
-    return shorten(repr(value), 80)
