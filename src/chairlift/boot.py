@@ -128,7 +128,7 @@ def load_checkpoint(
         backend = make_backend(config.backend, config, machine)
         facts, memory = backend.facts(machine), backend.memory(machine)
         weights = Weights(registry.model_tensors(checkpoint.spec, checkpoint.tensors))
-        on_disk = plans.ModelOnDisk(names[0], weights.format, weights.num_bytes)
+        on_disk = plans.ModelOnDisk(names[0], weights.format, weights.num_bytes, backend.packed_bytes(weights.distinct))
         offer = plans.BackendOffer(memory, backend.step_tokens, facts.notes)
         plan = plans.resolve(config, checkpoint.spec, on_disk, offer)
         with _timed(timings, "bandwidth"):

@@ -37,11 +37,6 @@ def packed_weight_bytes(file_bytes: int) -> int:
     return file_bytes * 115 // 100
 
 
-def file_weight_bytes(packed_bytes: int) -> int:
-    """Bytes in the file of weights that take at most `packed_bytes` once packed."""
-    return packed_bytes * 100 // 115
-
-
 def blocks_in(pool_bytes: int, bytes_per_token: int, block_size: int) -> int:
     """Whole KV blocks that fit into `pool_bytes`; 0 where that is negative."""
     return max(0, pool_bytes) // (bytes_per_token * block_size)

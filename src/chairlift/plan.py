@@ -70,11 +70,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class ModelOnDisk:
-    """What the plan needs to know of the model's checkpoint."""
+    """What the plan needs to know of the model's weights."""
 
     name: str  # as served
     format: str  # e.g. "Q4_1 + Q8_0"
-    weight_bytes: int  # in the container, before packing
+    weight_bytes: int  # in the container
+    packed_bytes: int  # upper bound once the backend has loaded them
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +155,7 @@ class _Memory:
     @property
     def room(self) -> int:
         """Bytes left after weights and working memory."""
-        taken = cost.packed_weight_bytes(self.model.weight_bytes) + self.working_bytes
-        return self.view.available_bytes - taken
+        return self.view.available_bytes - self.model.packed_bytes - self.working_bytes
 
     @property
     def share(self) -> int:
@@ -181,11 +181,11 @@ class _Memory:
 
     def too_small(self, kv_bytes: int, what: str) -> DoesNotFit:
         """The error, with bytes needed and available, what would fit, and the flag that changes it."""
-        weights = cost.packed_weight_bytes(self.model.weight_bytes)
+        weights = self.model.packed_bytes
         needed = weights + self.working_bytes + kv_bytes
         human = cost.human_bytes
         if self.room <= 0:
-            fits = cost.file_weight_bytes(self.view.available_bytes - self.working_bytes)
+            fits = (self.view.available_bytes - self.working_bytes) * self.model.weight_bytes // max(1, weights)
             hint = f"use a model or format with at most {human(max(0, fits))} of weights, or {self.view.remedy}"
         elif what == "--kv-memory":
             hint = f"at most --kv-memory {_mib(self.room, up=False)}MiB fits"

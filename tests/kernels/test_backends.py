@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from chairlift.kernels.backend import BackendFacts, LoadSpec, MemoryView, Model
 from chairlift.kernels.backends import BACKENDS, BackendEntry, make_backend
 from chairlift.kernels.reference import ReferenceBackend
 from chairlift.machine import Machine, detect
+from chairlift.models.spec import RawTensor
 from chairlift.session import Session
 
 MIB = 1024**2
@@ -41,6 +42,9 @@ class ToyBackend:
 
     def memory(self, machine: Machine) -> MemoryView:
         return MemoryView(self._memory_bytes, "the device", "use a larger toy")
+
+    def packed_bytes(self, tensors: Iterable[RawTensor]) -> int:
+        return sum(4 * tensor.num_elements for tensor in tensors)
 
     def read_speed(self, file: Path) -> float:
         return 1e12

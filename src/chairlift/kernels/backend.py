@@ -5,7 +5,7 @@ One file per way of computing implements it; `backends.py` lists them. Nothing h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -91,6 +91,9 @@ class Backend(Protocol):
 
     def memory(self, machine: Machine) -> MemoryView:
         """The memory that it uses, before anything is loaded."""
+
+    def packed_bytes(self, tensors: Iterable[RawTensor]) -> int:
+        """Upper bound of the bytes that these weights take once loaded; each is given once."""
 
     def read_speed(self, file: Path) -> float:
         """Bytes/s that it reads weights with, measured on a model's file or known; the start card's ceiling."""

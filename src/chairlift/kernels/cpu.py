@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, Protocol
 
+from chairlift import cost
 from chairlift.kernels.backend import BackendFacts, MemoryView
 from chairlift.kernels.rounding import ActivationBits
 from chairlift.machine import Machine, measure_bandwidth
+from chairlift.models.spec import RawTensor
 
 LEAST_STEP_TOKENS, MOST_STEP_TOKENS = 128, 1024
 THREAD_STEP_TOKENS = 64
@@ -65,6 +68,10 @@ class CPUBackend:
         """The machine's own."""
         remedy = "give the machine or its cgroup more memory"
         return MemoryView(machine.memory_available_bytes, machine.memory_limited_by, remedy)
+
+    def packed_bytes(self, tensors: Iterable[RawTensor]) -> int:
+        """The bound that every packed layout keeps. The reference, which decodes to float32, takes more."""
+        return cost.packed_weight_bytes(sum(tensor.num_bytes for tensor in tensors))
 
     def read_speed(self, file: Path) -> float:
         """Measured with as many threads as compute."""
