@@ -62,6 +62,20 @@ def test_what_the_plan_had_to_lower_is_on_the_card(loaded: Loaded) -> None:
     assert card.facts(short)["notes"] == [note]
 
 
+def test_layers_that_differ_have_a_line(loaded: Loaded) -> None:
+    """A model of two kinds of layers described as if it had one; or a line that says nothing for all others."""
+    assert "layers" not in card.facts(loaded)["model"]
+    assert "layers  " not in printed(loaded, 200)
+    plain = loaded.spec.layers[0]
+    local = replace(plain, num_kv_heads=1, window=1024)
+    mixed = replace(loaded, spec=replace(loaded.spec, layers=(local, plain, local)))
+    words = "3: 2 of attention with 1 KV head of 16 lanes, a window of 1,024 tokens; "
+    assert card.facts(mixed)["model"]["layers"] == words + "1 of attention with 2 KV heads of 16 lanes"
+    assert words in printed(mixed, 200)
+    wide = replace(plain, value_dim=32)
+    assert "2 KV heads of 16 and 32 lanes" in card.layers_in_words(replace(loaded.spec, layers=(plain, wide)))
+
+
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_curl_command_survives_the_terminal(loaded: Loaded, width: int) -> None:
     """A command cut off or broken by the width of the terminal, or by a quote in a model's name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -42,9 +43,14 @@ def test_keys_and_values_of_different_width() -> None:
     assert cost.kv_bytes_per_token(spec(2, 4, 192, value_dim=128), "bf16") == 2 * 4 * (192 + 128) * 2
 
 
-def test_littles_law() -> None:
-    """Users mistaken for requests in flight: 20 people, 12 s of answer, a turn every 90 s."""
-    assert cost.in_flight(20, 12, 90) == pytest.approx(2.667, abs=1e-3)
+def test_layers_are_summed_one_by_one() -> None:
+    """The first layer taken for all of them."""
+    wide, narrow = (spec(1, heads, 64).layers[0] for heads in (8, 1))
+    mixed = replace(spec(3, 8, 64), layers=(wide, narrow, narrow))
+    assert cost.kv_bytes_per_token(mixed, "bf16") == (8 + 1 + 1) * 128 * 2
+    assert cost.kv_bytes_per_token(mixed, "int8") == (8 + 1 + 1) * (128 + 8)
+    assert cost.activation_bytes(mixed, 7) == cost.activation_bytes(spec(1, 8, 64), 7)
+    assert cost.activation_bytes(replace(mixed, layers=(narrow, wide)), 7) == cost.activation_bytes(mixed, 7)
 
 
 def test_blocks_round_the_safe_way() -> None:
@@ -55,16 +61,9 @@ def test_blocks_round_the_safe_way() -> None:
     assert [cost.blocks_for(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
 
 
-def test_ceiling_falls_with_context() -> None:
-    """KV reads left out of the ceiling of a long conversation."""
+def test_a_stream_reads_all_weights_for_each_token() -> None:
+    """A ceiling that is the reciprocal of what it should be."""
     assert cost.one_stream_ceiling(30e9, 100_000_000) == 300.0
-    assert cost.one_stream_ceiling(30e9, 100_000_000, kv_tokens=10_000, bytes_per_token=10_000) == 150.0
-
-
-def test_a_step_is_as_slow_as_its_slower_half() -> None:
-    """Reading and computing added up, as if they did not overlap."""
-    assert cost.step_seconds(30e9, 1e9, bandwidth=30e9, compute=1e12) == 1.0
-    assert cost.step_seconds(1, 3e12, bandwidth=30e9, compute=1e12) == 3.0
 
 
 def test_concurrency_is_pool_over_context() -> None:

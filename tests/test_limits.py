@@ -14,6 +14,7 @@ import pytest
 from chairlift import boot, machine
 from chairlift.config import Config
 from chairlift.errors import ChairliftError, ConfigError, DoesNotFit
+from chairlift.kernels.cpu import CPUBackend
 from conftest import TinyGGUF
 
 MIB = 1024**2
@@ -24,7 +25,7 @@ class NotLoaded(Exception):
     """Raised where weights would be read."""
 
 
-class NoBackend:
+class NoBackend(CPUBackend):
     """Kernels that must not be asked to load anything."""
 
     def load(self, *_: Any, **__: Any) -> Any:
@@ -50,7 +51,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 
     found = machine.detect
     monkeypatch.setattr(machine, "detect", lambda: found(tmp_path, frozenset(range(8))))
-    monkeypatch.setattr(boot, "_backend", lambda *_: NoBackend())
+    monkeypatch.setattr(boot, "make_backend", lambda name, settings, box: NoBackend("none", threads=box.threads))
     return limit
 
 

@@ -11,27 +11,25 @@ from hypothesis import strategies as st
 from chairlift import cost
 from chairlift.config import Config
 from chairlift.errors import ConfigError, DoesNotFit
-from chairlift.machine import Machine
+from chairlift.kernels.backend import BLOCK_SIZE, MemoryView
 from chairlift.models.spec import LayerSpec, ModelSpec, RopeSpec
-from chairlift.plan import BLOCK_SIZE, ModelOnDisk, Plan, resolve
+from chairlift.plan import BackendOffer, ModelOnDisk, Plan, resolve
 
 MIB = 1024**2
 SMOL = ModelSpec(
     architecture="llama", name="SmolLM2 135M", hidden_size=576, ffn_size=1536, vocab_size=49152, context_length=8192,
     rms_eps=1e-5, layers=(LayerSpec(9, 3, 64, 64, RopeSpec(64)),) * 30,
 )  # fmt: skip
-ON_DISK = ModelOnDisk("smollm2", "Q4_1", 98_000_000)
-BOX = Machine(
-    num_cpus=4, num_cores=2, quota=None, memory_total_bytes=16 * 1024 * MIB, memory_available_bytes=12 * 1024 * MIB,
-    memory_limited_by="the machine",
-)  # fmt: skip
+ON_DISK = ModelOnDisk("smollm2", "Q4_1", 98_000_000, cost.packed_weight_bytes(98_000_000))
+ROOMY = MemoryView(12 * 1024 * MIB, "the machine", "give it more")
 
 
-def plan(config: Config | None = None, *, spec: ModelSpec = SMOL, memory: int | None = None, **machine: object) -> Plan:
-    box = dataclasses.replace(BOX, **machine)  # type: ignore[arg-type]
-    if memory is not None:
-        box = dataclasses.replace(box, memory_available_bytes=memory, memory_limited_by="the cgroup")
-    return resolve(config or Config(), spec, box, ON_DISK, isa="avx2")
+def plan(
+    config: Config | None = None, *, spec: ModelSpec = SMOL, memory: int | None = None, step_tokens: int = 128,
+    notes: tuple[str, ...] = (),
+) -> Plan:  # fmt: skip
+    view = ROOMY if memory is None else MemoryView(memory, "the cgroup", "give the cgroup more")
+    return resolve(config or Config(), spec, ON_DISK, BackendOffer(view, step_tokens, notes))
 
 
 def noted(made: Plan, words: str) -> bool:
@@ -45,14 +43,13 @@ def test_defaults_on_a_roomy_machine() -> None:
     assert (made.max_num_batched_tokens, made.block_size, made.kv_dtype) == (128, 16, "bf16")
     assert made.pool_tokens == 20 * 1024
     assert made.full_conversations == 2.5
-    assert made.threads == 2
     assert made.max_gap_s is None
 
 
-def test_steps_grow_with_threads_and_slots() -> None:
-    """Sixteen cores with eight tokens each, or slots that were asked for cut to a default that nobody asked for."""
-    assert plan(Config(threads=16), num_cpus=16, quota=None).max_num_batched_tokens == 1024
-    assert plan(Config(threads=96), num_cpus=96, quota=None).max_num_batched_tokens == 1024
+def test_steps_are_as_large_as_suits_the_backend_and_the_slots() -> None:
+    """A backend's word ignored, or slots that were asked for cut to a default that nobody asked for."""
+    assert plan(step_tokens=1024).max_num_batched_tokens == 1024
+    assert plan(Config(max_num_batched_tokens=64), step_tokens=1024).max_num_batched_tokens == 64
     made = plan(Config(max_num_seqs=300))
     assert (made.max_num_batched_tokens, made.max_num_seqs) == (300, 300)
 
@@ -61,6 +58,16 @@ def test_a_pool_below_all_slots_at_full_context_is_said() -> None:
     """Slots beyond what memory carries, found out by preemptions only."""
     assert noted(plan(), "20 slots exceed the 2.5 full conversations")
     assert not noted(plan(Config(kv_memory=20 * 8192 * 23040)), "exceed")
+
+
+def test_layers_of_different_kinds_share_one_pool() -> None:
+    """A pool sized by the first layer, in a model whose others are smaller or larger."""
+    half = dataclasses.replace(SMOL.layers[0], num_kv_heads=1)
+    mixed = dataclasses.replace(SMOL, layers=(*SMOL.layers[:10], *(half,) * 20))
+    made, alike = plan(Config(kv_memory=64 * MIB), spec=mixed), plan(Config(kv_memory=64 * MIB))
+    assert (alike.kv_bytes_per_token, made.kv_bytes_per_token) == (23040, 10 * 768 + 20 * 256)
+    assert made.pool_bytes <= 64 * MIB < made.pool_bytes + BLOCK_SIZE * made.kv_bytes_per_token
+    assert made.num_blocks == 64 * MIB // (16 * 12800)
 
 
 def test_short_contexts_get_a_pool_for_all_slots() -> None:
@@ -124,7 +131,18 @@ def test_weights_that_do_not_fit_fail_before_loading() -> None:
     """Killed by the kernel half way through loading, without a word."""
     with pytest.raises(DoesNotFit) as caught:
         plan(memory=200 * MIB)
-    assert all(word in str(caught.value) for word in ("needed", "200 MiB available", "the cgroup", "of weights"))
+    assert all(
+        word in str(caught.value) for word in ("needed", "200 MiB available", "the cgroup", "of weights", "give the")
+    )
+
+
+def test_a_backend_that_unpacks_its_weights_needs_room_for_them() -> None:
+    """A bound of one backend taken for all: weights decoded to 16 bits are several times the file."""
+    decoded = dataclasses.replace(ON_DISK, packed_bytes=4 * ON_DISK.weight_bytes)
+    view = MemoryView(400 * MIB, "the device", "use a larger one")
+    assert resolve(Config(), SMOL, ON_DISK, BackendOffer(view, 128)).num_blocks > 0
+    with pytest.raises(DoesNotFit, match=r"weights 374 MiB.*with at most 65\.\d MiB of weights, or use a larger one"):
+        resolve(Config(), SMOL, decoded, BackendOffer(view, 128))
 
 
 def test_no_room_for_any_context() -> None:
@@ -165,14 +183,19 @@ def test_kv_memory_below_a_block() -> None:
     assert plan(Config(kv_memory=368640)).num_blocks == 1
 
 
-def test_threads_asked_for() -> None:
-    """More threads than processors, or a setting that is ignored."""
-    assert plan(Config(threads=1)).threads == 1
-    assert plan(Config(threads=4)).threads == 4
-    made = plan(Config(threads=64))
-    assert made.threads == 4
-    assert noted(made, "threads lowered from 64 to 4")
-    assert noted(plan(Config(threads=3), quota=2.0), "throttling")
+def test_what_the_backend_had_to_lower_is_said_first() -> None:
+    """A note of the backend that never reaches the start card."""
+    made = plan(Config(max_num_seqs=300), notes=("threads lowered",))
+    assert made.notes[0] == "threads lowered"
+    assert len(made.notes) > 1
+
+
+def test_a_context_cut_by_the_model_says_why() -> None:
+    """A context below what the model was trained for, and the reason lost; a refusal that blames the training."""
+    short = dataclasses.replace(SMOL, context_length=4096, context_note="context is 4096 of 32768: a window")
+    assert noted(plan(spec=short), "context is 4096 of 32768: a window")
+    with pytest.raises(ConfigError, match="--max-model-len 8192: context is 4096 of 32768: a window"):
+        plan(Config(max_model_len=8192), spec=short)
 
 
 def test_what_was_asked_is_carried_over() -> None:

@@ -1,14 +1,13 @@
-"""From a Config to a model that is ready to serve: find, open, size, load. Server and terminal commands start here.
+"""From a Config to a model that is ready to serve: find, open, plan, load. Server and terminal commands start here.
 
-    config.model ──store──> file ──registry──> spec ──plan.resolve──> plan ──backend.load──> Loaded
-                                                  machine ─┘
+    config.model ──store──> path ──open_checkpoint──> Checkpoint ──plan.resolve──> Plan ──backend.load──> Loaded
+                                 config.backend ──make_backend──> Backend ─┘
 
-Owns the order of start-up and its timings; decides nothing itself: sizes are the plan's, arithmetic the cost module's.
+Owns the order of start-up and its timings. Decides nothing: sizes are the plan's, arithmetic is the cost module's.
 """
 
 from __future__ import annotations
 
-import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
-from chairlift import BEGAN_S, store
+from chairlift import BEGAN_S, __version__, store
 from chairlift import machine as machines
 from chairlift import plan as plans
 from chairlift.config import Config
@@ -28,19 +26,18 @@ from chairlift.engine.observer import Observer
 from chairlift.engine.request import Output, Request
 from chairlift.engine.sampling_params import SamplingParams
 from chairlift.engine.stops import StopMatcher
-from chairlift.errors import ConfigError, RequestError
-from chairlift.kernels.backend import Backend, KVLayout, LoadSpec, Model
-from chairlift.machine import Machine
+from chairlift.errors import RequestError
+from chairlift.kernels.backend import Backend, BackendFacts, KVLayout, LoadSpec, MemoryView, Model
+from chairlift.kernels.backends import make_backend
 from chairlift.models import registry
-from chairlift.models.gguf import GGUFFile
+from chairlift.models.checkpoint import Checkpoint, GenerationDefaults, open_checkpoint
 from chairlift.models.spec import ModelSpec, RawTensor
-from chairlift.models.template import ChatTemplate
+from chairlift.models.templates.chat_template import ChatTemplate
 from chairlift.models.tokenizer import Tokenizer
 from chairlift.plan import Plan
 
 Progress = Callable[[str], None]
-
-TEMPLATE_KEY = "tokenizer.chat_template"
+"""Takes one line for a person to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +49,20 @@ class Loaded:
     spec: ModelSpec
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    generation: GenerationDefaults
     model: Model
-    path: Path
-    machine: Machine
+    backend: BackendFacts
+    memory: MemoryView  # before loading
     names: tuple[str, ...]  # clients may ask for any of these; the first is the model's own
     num_parameters: int
     read_bytes: int  # weights that one token reads: all but an embedding table that is not the head too
     bandwidth: float  # bytes/s of memory, measured at start
     timings: dict[str, float] = field(default_factory=dict)  # seconds of each part of the start, in order
+
+    @property
+    def fingerprint(self) -> str:
+        """All that an answer's bits depend on beside model and request: version, backend and type of KV."""
+        return f"chairlift-{__version__}-{self.backend.fingerprint}-{self.plan.kv_dtype}"
 
     def request(
         self,
@@ -77,7 +80,7 @@ class Loaded:
             id=id,
             prompt=tuple(prompt),
             params=params,
-            eos_ids=self.tokenizer.eos_ids,
+            eos_ids=self.tokenizer.eos_ids | self.generation.eos_ids,
             detok=Detokenizer(self.tokenizer.vocab_bytes, self.tokenizer.special_ids),
             stops=StopMatcher(params.stop),
             salt=salt,
@@ -103,142 +106,117 @@ class Loaded:
 
 
 def load(config: Config, *, progress: Progress | None = None) -> Loaded:
-    """Loads the model that the config asks for, on this machine.
+    """Finds, opens, plans and loads the model that the config asks for, on this machine.
 
     `progress` gets a line per thing that may take long. Raises ConfigError, ModelError or DoesNotFit; nothing large is
     read before the plan says that it fits.
     """
     timings = {"python": time.perf_counter() - BEGAN_S}
     path = store.resolve(config.model, config.cache_dir, progress=progress)
+    names = config.served_model_name or (_own_name(path, config.cache_dir),)
     with _timed(timings, "open"):
-        file = GGUFFile.open(path)
-    with file, ThreadPoolExecutor(1) as beside:
-        spec = registry.read_spec(file)
-        tokenizer = beside.submit(Tokenizer.from_gguf, file.metadata)
-        isa = _isa(config)
+        checkpoint = open_checkpoint(path)
+    with checkpoint:
+        return load_checkpoint(config, checkpoint, names, timings=timings)
+
+
+def load_checkpoint(
+    config: Config, checkpoint: Checkpoint, names: tuple[str, ...], *, timings: dict[str, float] | None = None
+) -> Loaded:
+    """Plans and loads an open checkpoint, which is still the caller's to close. Errors as for `load`."""
+    timings = {} if timings is None else timings
+    with ThreadPoolExecutor(1) as beside:
+        tokenizer = beside.submit(checkpoint.tokenizer)  # built beside all that follows
         machine = machines.detect()
-        names = config.served_model_name or (_own_name(path, config.cache_dir),)
-        tensors = registry.model_tensors(spec, file.tensors)
-        distinct = list({id(tensor): tensor for tensor in tensors.values()}.values())
-        on_disk = plans.ModelOnDisk(names[0], _format(distinct), sum(tensor.data.nbytes for tensor in distinct))
-        plan = plans.resolve(config, spec, machine, on_disk, isa=isa)
+        backend = make_backend(config.backend, config, machine)
+        facts, memory = backend.facts(machine), backend.memory(machine)
+        weights = Weights(registry.model_tensors(checkpoint.spec, checkpoint.tensors))
+        on_disk = plans.ModelOnDisk(names[0], weights.format, weights.num_bytes, backend.packed_bytes(weights.distinct))
+        offer = plans.BackendOffer(memory, backend.step_tokens, facts.notes)
+        plan = plans.resolve(config, checkpoint.spec, on_disk, offer)
         with _timed(timings, "bandwidth"):
-            bandwidth = machines.measure_bandwidth(path, plan.threads)
-        loading: dict[str, float] = {}
-        with _timed(loading, "weights and KV"):
-            backend = _backend(config, plan)
-            layout = KVLayout(plan.num_blocks, plan.block_size, plan.kv_dtype)
-            forward = registry.forward_for(spec.architecture)
-            model = backend.load(LoadSpec(spec, forward, tensors, layout, plan.max_num_batched_tokens))
-        timings |= model.load_s or loading  # the parts, where the backend tells them apart
-        with _timed(timings, "tokenizer"):  # built meanwhile; this is what was left of it
-            template = _template(file.metadata, tokenizer.result())
-    tied = tensors[registry.HEAD] is tensors[registry.EMBEDDING]
+            bandwidth = backend.read_speed(checkpoint.weight_file)
+        model = _load_model(backend, plan, weights, timings)
+        with _timed(timings, "tokenizer"):  # what was left of it
+            template = _template(checkpoint.chat_template, tokenizer.result())
     return Loaded(
         config=config,
         plan=plan,
-        spec=spec,
+        spec=checkpoint.spec,
         tokenizer=tokenizer.result(),
         template=template,
+        generation=checkpoint.generation,
         model=model,
-        path=path,
-        machine=machine,
+        backend=facts,
+        memory=memory,
         names=names,
-        num_parameters=sum(tensor.num_elements for tensor in distinct),
-        read_bytes=on_disk.weight_bytes - (0 if tied else tensors[registry.EMBEDDING].data.nbytes),
+        num_parameters=weights.num_parameters,
+        read_bytes=weights.read_bytes,
         bandwidth=bandwidth,
         timings=timings,
     )
 
 
-class Session:
-    """An engine without a server, for one caller at a time: what `generate`, `chat` and `eval` run on."""
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The tensors that a forward pass looks up, by name; a tied table stands under two names and counts once."""
 
-    def __init__(self, loaded: Loaded) -> None:
-        self._loaded = loaded
-        self._outputs: queue.SimpleQueue[list[Output]] = queue.SimpleQueue()
-        self._engine = loaded.engine(self._outputs.put)
-        self._num_requests = 0
+    tensors: Mapping[str, RawTensor]
 
-    def __enter__(self) -> Session:
-        with _timed(self._loaded.timings, "warm-up"):
-            self._engine.warm_up()
-        self._engine.start()
-        return self
+    @property
+    def distinct(self) -> list[RawTensor]:
+        """Each tensor once."""
+        return list({id(tensor): tensor for tensor in self.tensors.values()}.values())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._engine.stop()
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the container."""
+        return sum(tensor.num_bytes for tensor in self.distinct)
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Output]:
-        """Runs one request to its end. Leaving the iterator early cancels it. Raises what the request ended with."""
-        self._num_requests += 1
-        request = self._loaded.request(str(self._num_requests), prompt, params, stream=True)
-        self._engine.submit([request])
-        try:
-            while True:
-                for output in self._outputs.get():
-                    if output.request is not request:
-                        continue  # the last of one that was left early
-                    if output.error is not None:
-                        raise output.error
-                    yield output
-                    if output.finish_reason is not None:
-                        return
-        finally:
-            self._engine.cancel([request])
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(tensor.num_elements for tensor in self.distinct)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that one token reads: all but an embedding table that is not the head too."""
+        table = self.tensors[registry.EMBEDDING]
+        return self.num_bytes - (0 if table is self.tensors[registry.HEAD] else table.num_bytes)
+
+    @property
+    def format(self) -> str:
+        """The types of the matrices, those with most bytes first: "Q4_1 + Q8_0"."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.distinct:
+            if len(tensor.shape) > 1:
+                sizes[tensor.type_name] += tensor.num_bytes
+        return " + ".join(name for name, _ in sizes.most_common())
+
+
+def _load_model(backend: Backend, plan: Plan, weights: Weights, timings: dict[str, float]) -> Model:
+    """Has the backend load, and notes how long that took: the parts of it, where the backend tells them apart."""
+    layout = KVLayout(plan.num_blocks, plan.block_size, plan.kv_dtype)
+    forward = registry.forward_for(plan.spec.architecture)
+    whole: dict[str, float] = {}
+    with _timed(whole, "weights and KV"):
+        model = backend.load(LoadSpec(plan.spec, forward, weights.tensors, layout, plan.max_num_batched_tokens))
+    timings |= model.load_s or whole
+    return model
 
 
 @contextmanager
 def _timed(timings: dict[str, float], part: str) -> Iterator[None]:
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     yield
-    timings[part] = time.perf_counter() - start
+    timings[part] = time.perf_counter() - start_s
 
 
-def _template(metadata: Mapping[str, object], tokenizer: Tokenizer) -> ChatTemplate | None:
-    source = metadata.get(TEMPLATE_KEY)
-    return ChatTemplate(source, tokenizer.special_tokens) if isinstance(source, str) else None
-
-
-def _backend(config: Config, plan: Plan) -> Backend:
-    """The kernels, on as many threads as the plan says."""
-    if config.backend == "reference":
-        from chairlift.kernels.reference import ReferenceBackend
-
-        return ReferenceBackend(plan.activation_bits)
-    from chairlift.kernels.native import NativeBackend
-
-    return NativeBackend(plan.isa, threads=plan.threads, activation_bits=plan.activation_bits)
-
-
-def _isa(config: Config) -> str:
-    """The name of the kernels' instruction set."""
-    if config.backend == "reference":
-        if config.isa is not None:
-            raise ConfigError(f"--isa {config.isa} chooses among compiled kernels; --backend reference has none")
-        return "numpy"
-    try:
-        from chairlift.kernels.native import NativeBackend
-    except ImportError as error:
-        raise ConfigError(
-            f"the compiled kernels are missing: {error}",
-            hint="build them with `pip install .` (needs a C++20 compiler), or use --backend reference, which is slow",
-        ) from None
-    return NativeBackend(config.isa).isa
+def _template(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
 
 
 def _own_name(path: Path, cache_dir: Path) -> str:
     """A packaged model's name, also when its file was given by path; else the file's, without its ending."""
     packaged = (model.name for model in store.CATALOGUE.values() if model.path_in(cache_dir) == path)
     return next(packaged, path.stem)
-
-
-def _format(tensors: Sequence[RawTensor]) -> str:
-    """The types of the matrices, those with most bytes first: "Q4_1 + Q8_0"."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        if len(tensor.shape) > 1:
-            sizes[tensor.type_name] += tensor.data.nbytes
-    return " + ".join(name for name, _ in sizes.most_common())

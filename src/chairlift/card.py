@@ -1,12 +1,13 @@
 """The start card: what was loaded, what was reserved and why, for people (rich) and for programs (a dict).
 
-`facts` is the one source: the card, `/v1/models` and `chairlift info --json` all show it. Knows no numbers of its own.
+`facts` is the one source: the card, `/v1/models` and `chairlift info --json` all show it. Has no numbers of its own.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from chairlift import cost
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from chairlift.boot import Loaded
+    from chairlift.models.spec import LayerSpec, ModelSpec
 
 
 def facts(loaded: Loaded) -> dict[str, Any]:
-    """All that the card says. Sizes in bytes, times in seconds, rates per second; plain JSON values."""
-    plan, machine = loaded.plan, loaded.machine
+    """All that the card says, as plain JSON values: sizes in bytes, times in seconds, rates per second."""
+    plan = loaded.plan
     return {
         "model": {
             "name": plan.model_name,
@@ -32,16 +34,15 @@ def facts(loaded: Loaded) -> dict[str, Any]:
             "weight_bytes": loaded.model.weight_bytes,
             "context_length": loaded.spec.context_length,
             "chat_template": loaded.template is not None,
+            **({"layers": layers} if (layers := layers_in_words(loaded.spec)) else {}),
         },
         "startup_s": {part: round(seconds, 4) for part, seconds in loaded.timings.items()},
         "machine": {
-            "isa": plan.isa,
-            "threads": plan.threads,
-            "threads_reason": machine.threads_reason,
-            "memory_available_bytes": machine.memory_available_bytes,
-            "memory_limited_by": machine.memory_limited_by,
+            **loaded.backend.device,
+            "memory_available_bytes": loaded.memory.available_bytes,
+            "memory_limited_by": loaded.memory.limited_by,
             "bandwidth_bytes_per_s": round(loaded.bandwidth),
-            "activation_bits": plan.activation_bits,
+            **loaded.backend.rounding,
         },
         "kv": {
             "dtype": plan.kv_dtype,
@@ -74,12 +75,9 @@ def lines(loaded: Loaded) -> list[tuple[str, str]]:
     return [
         ("model", f"{model['name']}{also}: {model['title']}, {model['num_parameters'] / 1e6:,.0f} M parameters"),
         ("format", f"{model['format']}, weights {human(model['weight_bytes'])} in memory"),
+        *([("layers", model["layers"])] if "layers" in model else []),
         ("start", f"{sum(said['startup_s'].values()):.2f} s: {spent}"),
-        (
-            "compute",
-            f"{machine['isa']}, {_count(machine['threads'], 'thread')} ({machine['threads_reason']}), "
-            f"activations int{machine['activation_bits']}",
-        ),
+        ("compute", loaded.backend.summary),
         (
             "context",
             f"{limits['max_model_len']:,} tokens a request, each {human(kv['bytes_per_token'])} of KV ({kv['dtype']})",
@@ -99,8 +97,23 @@ def lines(loaded: Loaded) -> list[tuple[str, str]]:
     ]
 
 
+def layers_in_words(spec: ModelSpec) -> str:
+    """How many layers there are of each kind, the most frequent first; "" where all are alike."""
+    kinds = Counter(_layer_in_words(layer) for layer in spec.layers)
+    if len(kinds) == 1:
+        return ""
+    return f"{spec.num_layers}: " + "; ".join(f"{count} of {words}" for words, count in kinds.most_common())
+
+
+def _layer_in_words(layer: LayerSpec) -> str:
+    lanes = f"{layer.head_dim}" if layer.head_dim == layer.value_dim else f"{layer.head_dim} and {layer.value_dim}"
+    heads = f"{layer.num_kv_heads} KV head{'' if layer.num_kv_heads == 1 else 's'} of {lanes} lanes"
+    window = "" if layer.window is None else f", a window of {layer.window:,} tokens"
+    return f"{layer.kind} with {heads}{window}"
+
+
 def render(loaded: Loaded, url: str | None = None) -> Group:
-    """The card for a terminal (print it with a rich Console); with the address of a server, how to try it."""
+    """The card for a terminal; print it with a rich Console. With a server's `url` it shows a command to try."""
     from rich.console import Group, RenderableType
     from rich.table import Table
     from rich.text import Text
@@ -132,7 +145,3 @@ def example(loaded: Loaded, url: str) -> str:
     text = json.dumps(body, ensure_ascii=False).replace(', "messages"', ',\n  "messages"')
     parts.append(f"-d {shlex.quote(text)}")
     return " \\\n  ".join(parts)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

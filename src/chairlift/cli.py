@@ -26,7 +26,8 @@ from chairlift.engine.sampling_params import SamplingParams
 from chairlift.errors import ChairliftError, ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from chairlift.boot import Loaded, Session
+    from chairlift.boot import Loaded
+    from chairlift.session import Session
 
 app = typer.Typer(
     help="Chairlift: a self-hosted LLM inference server for small teams.",
@@ -325,8 +326,8 @@ def version() -> None:
 @contextmanager
 def _session(config: Config) -> Iterator[tuple[Loaded, Session]]:
     """A loaded model with its engine running, for a command that needs no server."""
-    from chairlift.boot import Session
     from chairlift.boot import load as load_model
+    from chairlift.session import Session
 
     loaded = load_model(config, progress=_say)
     with Session(loaded) as session:

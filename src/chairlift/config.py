@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from chairlift import keys
 from chairlift.errors import ConfigError
+from chairlift.kernels.backends import BACKENDS
 from chairlift.keys import ApiKey, Keyring
 
 ENV_PREFIX = "CHAIRLIFT_"
@@ -310,8 +311,8 @@ class Config:
     threads: int | None = _machine(
         None, whole(1, 1024), "Compute threads.", "cores that affinity and cgroup quota leave"
     )
-    backend: Literal["native", "reference"] = _machine(
-        "native", one_of("native", "reference"), "The compiled kernels, or their specification in numpy, which is slow."
+    backend: str = _machine(
+        "native", one_of(*BACKENDS), "The compiled kernels, or their specification in numpy, which is slow."
     )
     isa: str | None = _machine(
         None,

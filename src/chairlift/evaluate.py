@@ -1,7 +1,7 @@
-"""How well a model predicts a text: its mean negative log-likelihood, the figure that shows a loss of precision.
+"""Scores how well a model predicts a text: the mean negative log-likelihood, which shows a loss of precision.
 
-Protocol: the file's tokens (BOS first only where the model's prompts begin with it) are cut into windows of 1,024
-without overlap; in each, tokens 1 .. n-1 are predicted from those before them. The scores are the engine's own prompt
+Protocol: the text's tokens (with BOS only where the model's prompts begin with it) are cut into windows of 1,024, with
+no overlap. In each window, tokens 1 .. n-1 are predicted from those before them. The scores are the engine's own prompt
 logprobs, so what is measured is what is served.
 """
 
@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from chairlift.boot import Loaded, Session
+from chairlift.boot import Loaded
 from chairlift.engine.sampling_params import SamplingParams
 from chairlift.errors import RequestError
+from chairlift.session import Session
 
 WINDOW = 1024
 
@@ -36,7 +37,7 @@ class Evaluation:
 
 
 def windows(ids: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Consecutive windows; one that has nothing to predict is left out."""
+    """Consecutive windows of at most `size` tokens. A window of one token predicts nothing and is left out."""
     for start in range(0, len(ids), size):
         window = ids[start : start + size]
         if len(window) > 1:

@@ -1,6 +1,6 @@
-"""What this box gives us: processors we may run on, the cgroup's quota and memory, and how fast its memory reads.
+"""What this machine grants the process: processors, the cgroup's quota and memory, and how fast memory reads.
 
-A container sees the host's processors and memory; what it may use stands in its cgroup (versions 1 and 2). Every reader
+A container sees the host's processors and memory; its cgroup (version 1 or 2) says what it may use of them. Each reader
 takes the root of the file system, so that a test can fake /proc and /sys. A missing file means "no limit", no error.
 """
 
@@ -25,7 +25,7 @@ _UNLIMITED = 2**60
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The resources that this process may use, not those that the host has."""
+    """The resources that this process may use; the host may have more."""
 
     num_cpus: int  # logical processors in our affinity
     num_cores: int  # physical cores among them
@@ -38,8 +38,8 @@ class Machine:
     def threads(self) -> int:
         """Compute threads: floor(min(cores, quota)), at least 1.
 
-        Siblings of a busy core add no arithmetic units and are left to HTTP; rounding a quota up would be paid back in
-        throttling. Threads are counted by core, not pinned to one: Linux fills idle cores before siblings by itself,
+        The siblings of a busy core add no arithmetic units; they are left to HTTP. A quota rounded up would come back
+        as throttling. Threads are counted by core, not pinned to one: Linux fills idle cores before siblings by itself,
         and a pinned thread could not get out of a neighbour's way.
         """
         limit = self.num_cores if self.quota is None else min(self.num_cores, self.quota)
@@ -47,7 +47,7 @@ class Machine:
 
     @property
     def threads_reason(self) -> str:
-        """Why that many, for the start card."""
+        """Why `threads` is what it is, for the start card."""
         cores = f"{self.num_cores} core{'s' if self.num_cores > 1 else ''} in our affinity"
         if self.num_cpus > self.num_cores:
             cores += f" ({self.num_cpus} processors)"
@@ -57,7 +57,7 @@ class Machine:
 
 
 def detect(root: Path = Path("/"), affinity: frozenset[int] | None = None) -> Machine:
-    """The machine as this process sees it. `affinity` stands in for the process's own in tests."""
+    """The machine as this process sees it. Tests give `affinity` in place of the process's own."""
     cpus = affinity if affinity is not None else _affinity()
     total, free = _memory(root)
     in_cgroup = cgroup_memory(root)
@@ -79,7 +79,7 @@ def _affinity() -> frozenset[int]:
 
 
 def physical_cores(cpus: frozenset[int], root: Path = Path("/")) -> int:
-    """Cores among these logical processors: siblings on one core count once."""
+    """Number of cores that these logical processors lie on: siblings on one core count once."""
     folder = root / "sys/devices/system/cpu"
     return len({_read(folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
 
@@ -99,9 +99,9 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def cgroup_memory(root: Path = Path("/")) -> int | None:
-    """Bytes we may still take under the tightest cgroup above us; None without a limit.
+    """Bytes that the tightest cgroup above us still grants; None without a limit.
 
-    File pages that can be dropped are not counted as used: a model file just read must not stand against its KV pool.
+    File pages that can be dropped do not count as used: a model file that was just read must not reduce its KV pool.
     """
     rooms: list[int] = []
     for folder in _cgroups(root, "memory"):
@@ -117,7 +117,7 @@ def cgroup_memory(root: Path = Path("/")) -> int | None:
 
 
 def _droppable(folder: Path) -> int:
-    """Bytes of file cache in a cgroup and those below it (v1 calls that total_)."""
+    """Bytes of file cache in a cgroup and in those below it (v1's names for that begin with total_)."""
     stat = dict(line.split() for line in (_read(folder / "memory.stat") or "").splitlines() if len(line.split()) == 2)
     prefix = "total_" if "total_inactive_file" in stat else ""
     return sum(_number(stat.get(f"{prefix}{kind}_file")) or 0 for kind in ("inactive", "active"))
@@ -154,7 +154,7 @@ def _upwards(mount: Path, below: str) -> Iterator[Path]:
 
 
 def _memory(root: Path) -> tuple[int, int]:
-    """Total bytes, and bytes that can be had without swapping."""
+    """Bytes in all, and bytes that are available without swapping."""
     rows = dict(line.split(":", 1) for line in (_read(root / "proc/meminfo") or "").splitlines() if ":" in line)
     kib = {name: _number(value.split()[0]) for name, value in rows.items() if value.split()}
     total, available = kib.get("MemTotal"), kib.get("MemAvailable")
@@ -181,8 +181,8 @@ def _number(text: str | None) -> int | None:
 def measure_bandwidth(file: Path, threads: int, *, max_bytes: int = 256 * 1024**2) -> float:
     """Bytes/s that `threads` threads read together, over a model's own bytes: the best pass of 40 ms, or of three.
 
-    These are about the bytes that each token reads, so a cache that helps here helps there too. Tens of milliseconds,
-    and no memory of its own to touch: a figure for the start card, not a benchmark; a busy neighbour lowers it.
+    These are about the bytes that each token reads, so a cache that helps here helps there too. It takes tens of
+    milliseconds and no memory. It is a figure for the start card, no benchmark: a busy neighbour lowers it.
     """
     import numpy as np
 
@@ -191,7 +191,7 @@ def measure_bandwidth(file: Path, threads: int, *, max_bytes: int = 256 * 1024**
 
 
 def read_speed(words: npt.NDArray[np.int64], threads: int, *, seconds: float = 0.04) -> float:
-    """Bytes/s that `threads` threads read together over this memory: the best pass of so many seconds, or of three."""
+    """Bytes/s that `threads` threads read together over this memory: the best pass within `seconds`, or of three."""
     import numpy as np
 
     parts = [part for part in np.array_split(words, threads) if len(part)]

@@ -1,63 +1,58 @@
-"""The resolved decision the engine boots from: what was asked, cut to what model and machine carry, with reasons."""
+"""The sizes that the engine starts with: what was asked, cut to what model and memory carry, and why.
+
+Knows no backend: `BackendOffer` is all that it is told of one. The arithmetic is `cost.py`'s.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from chairlift import cost
 from chairlift.config import MAX_MEMORY_UTILIZATION, Config
 from chairlift.engine.policies import Batching
 from chairlift.errors import ConfigError, DoesNotFit
-from chairlift.machine import Machine
+from chairlift.kernels.backend import BLOCK_SIZE, KVDtype, MemoryView
 from chairlift.models.spec import ModelSpec
 
-BLOCK_SIZE = 16
 DEFAULT_SLOTS = 20
 DEFAULT_CONTEXT = 8192
-LEAST_STEP_TOKENS, MOST_STEP_TOKENS = 128, 1024
-THREAD_STEP_TOKENS = 64
-"""Tokens of a step that each thread takes through a layer by itself: more no longer fit its cache (docs/log.md)."""
 SLOT_TOKENS = 1024
-"""KV that each slot gets by default, unless the context is shorter: conversations are seldom full at once, and memory
-that is touched at start costs about a second per GiB on a new virtual machine (docs/log.md)."""
+"""Tokens of KV a slot gets by default, unless the context is shorter. Conversations are seldom full at once, and
+memory that is touched at start costs a second per GiB on a new virtual machine (docs/log.md)."""
 LEAST_CONTEXT = 256
-"""A context below this is not worth starting for, unless asked."""
+"""A shorter context is refused unless it was asked for: it would not be worth starting."""
 RUNTIME_BYTES = 128 * 1024**2
-"""Left for Python, the tokenizer and requests, beside weights, KV and activations."""
+"""Room for Python, the tokenizer and requests, beside weights, KV and activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything sized. What this says is what is allocated."""
+    """Every size that was decided, for any backend. What this says is what is allocated."""
 
     spec: ModelSpec
     model_name: str  # as served
     model_format: str  # e.g. "Q4_1 + Q8_0"
-    weight_bytes: int
+    weight_bytes: int  # in the container, before packing
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_queue: int
     block_size: int
     num_blocks: int
-    kv_dtype: Literal["bf16", "int8"]
+    kv_dtype: KVDtype
     kv_bytes_per_token: int
     prefix_caching: bool
     batching: Batching
     max_gap_s: float | None  # None: the larger of 0.1 s and twice the decode-only step
     watchdog_s: float
-    threads: int
-    isa: str
-    activation_bits: Literal[8, 16] = 8
     max_queue_wait_s: float | None = None  # None: as long as it takes
     max_running_per_key: int | None = None
     notes: tuple[str, ...] = ()  # each thing that was lowered or chosen, and why
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens the KV pool holds: reserved, not used."""
+        """Tokens that the KV pool has room for, used or not."""
         return self.num_blocks * self.block_size
 
     @property
@@ -67,31 +62,38 @@ class Plan:
 
     @property
     def full_conversations(self) -> float:
-        """How many conversations of `max_model_len` the pool holds."""
-        return self.pool_tokens / self.max_model_len
+        """Conversations of `max_model_len` that fit into the pool at once."""
+        return cost.concurrency(self.pool_tokens, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOnDisk:
-    """What the plan needs to know of the model's file."""
+    """What the plan needs to know of the model's weights."""
 
     name: str  # as served
-    format: str
-    weight_bytes: int
+    format: str  # e.g. "Q4_1 + Q8_0"
+    weight_bytes: int  # in the container
+    packed_bytes: int  # upper bound once the backend has loaded them
 
 
-def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDisk, *, isa: str) -> Plan:
-    """Cuts what was asked to what model and machine carry.
+@dataclass(frozen=True, slots=True)
+class BackendOffer:
+    """What the plan needs to know of the backend: its memory, the step that suits it, and what it had to lower."""
 
-    Raises ConfigError for what the model cannot do, DoesNotFit (before anything is loaded) for what the machine cannot.
+    memory: MemoryView
+    step_tokens: int
+    notes: tuple[str, ...] = ()
+
+
+def resolve(config: Config, spec: ModelSpec, model: ModelOnDisk, offer: BackendOffer) -> Plan:
+    """Cuts what was asked to what model and backend carry.
+
+    Raises ConfigError for what the model cannot do, DoesNotFit (before anything is loaded) for what memory cannot hold.
     """
-    notes: list[str] = []
-    kv_dtype: Literal["bf16", "int8"] = "int8" if config.kv_cache_dtype == "int8" else "bf16"
-    threads = _threads(config, machine, notes)
-    for_cache = max(LEAST_STEP_TOKENS, min(MOST_STEP_TOKENS, THREAD_STEP_TOKENS * threads))
-    default_tokens = max(for_cache, config.max_num_seqs or 0)
-    step_tokens = config.max_num_batched_tokens or default_tokens
-    memory = _Memory.after_weights(config, spec, machine, model, step_tokens)
+    notes = [*offer.notes, *filter(None, [spec.context_note])]
+    kv_dtype: KVDtype = "int8" if config.kv_cache_dtype == "int8" else "bf16"
+    step_tokens = config.max_num_batched_tokens or max(offer.step_tokens, config.max_num_seqs or 0)
+    memory = _Memory.after_weights(config, spec, model, offer.memory, step_tokens)
     per_token = cost.kv_bytes_per_token(spec, kv_dtype)
     limit = memory.pool_limit(per_token * BLOCK_SIZE)
     limit_blocks = cost.blocks_in(limit, per_token, BLOCK_SIZE)
@@ -121,9 +123,6 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDis
         batching=config.batching,
         max_gap_s=None if config.max_gap_ms is None else config.max_gap_ms / 1000,
         watchdog_s=config.watchdog_s,
-        threads=threads,
-        isa=isa,
-        activation_bits=16 if config.activation_dtype == "int16" else 8,
         max_queue_wait_s=config.max_queue_wait,
         max_running_per_key=config.max_running_per_key,
         notes=tuple(notes),
@@ -132,21 +131,21 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDis
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What is left for the KV pool, and how to say that it is too little."""
+    """The memory that is left for the KV pool, and the error that says it is too little."""
 
     model: ModelOnDisk
-    machine: Machine
+    view: MemoryView
     utilization: float
     asked: int | None  # --kv-memory
     working_bytes: int  # activations and the rest of the process
 
     @classmethod
     def after_weights(
-        cls, config: Config, spec: ModelSpec, machine: Machine, model: ModelOnDisk, step_tokens: int
+        cls, config: Config, spec: ModelSpec, model: ModelOnDisk, view: MemoryView, step_tokens: int
     ) -> _Memory:
         """DoesNotFit when the weights alone are too large."""
         working = RUNTIME_BYTES + cost.activation_bytes(spec, step_tokens)
-        memory = cls(model, machine, config.memory_utilization, config.kv_memory, working)
+        memory = cls(model, view, config.memory_utilization, config.kv_memory, working)
         if memory.room <= 0:
             raise memory.too_small(0, "no KV yet")
         return memory
@@ -154,16 +153,15 @@ class _Memory:
     @property
     def room(self) -> int:
         """Bytes left after weights and working memory."""
-        taken = cost.packed_weight_bytes(self.model.weight_bytes) + self.working_bytes
-        return self.machine.memory_available_bytes - taken
+        return self.view.available_bytes - self.model.packed_bytes - self.working_bytes
 
     @property
     def share(self) -> int:
-        """Bytes of the room that a pool may take by itself."""
+        """Bytes of the room that a pool takes unless --kv-memory says otherwise."""
         return int(self.room * self.utilization)
 
     def pool_limit(self, block_bytes: int) -> int:
-        """Most bytes of the pool: what was asked, if there is room for it, or our share."""
+        """Most bytes of the pool: --kv-memory where it was given, else the share. Raises where that does not fit."""
         if self.asked is None:
             return self.share
         if self.asked < block_bytes:
@@ -176,18 +174,17 @@ class _Memory:
         return self.asked
 
     def carries(self, context: int, per_token: int) -> int:
-        """Conversations of that length that our share of memory could hold; at least 1."""
+        """Conversations of `context` tokens that the share could hold; at least 1."""
         return max(1, self.share // (context * per_token))
 
     def too_small(self, kv_bytes: int, what: str) -> DoesNotFit:
-        """The error: needed, available, what would fit, which flag."""
-        weights = cost.packed_weight_bytes(self.model.weight_bytes)
+        """The error, with bytes needed and available, what would fit, and the flag that changes it."""
+        weights = self.model.packed_bytes
         needed = weights + self.working_bytes + kv_bytes
         human = cost.human_bytes
         if self.room <= 0:
-            fits = cost.file_weight_bytes(self.machine.memory_available_bytes - self.working_bytes)
-            hint = f"use a model or format with at most {human(max(0, fits))} of weights, or give the machine or its "
-            hint += "cgroup more memory"
+            fits = (self.view.available_bytes - self.working_bytes) * self.model.weight_bytes // max(1, weights)
+            hint = f"use a model or format with at most {human(max(0, fits))} of weights, or {self.view.remedy}"
         elif what == "--kv-memory":
             hint = f"at most --kv-memory {_mib(self.room, up=False)}MiB fits"
         else:
@@ -197,8 +194,8 @@ class _Memory:
             hint += f"{raised}use --kv-cache-dtype int8 or a smaller model"
         return DoesNotFit(
             f"{self.model.name} does not fit: {human(needed)} needed (weights {human(weights)}, working memory "
-            f"{human(self.working_bytes)}, {what} {human(kv_bytes)}), {human(self.machine.memory_available_bytes)} "
-            f"available, limited by {self.machine.memory_limited_by}",
+            f"{human(self.working_bytes)}, {what} {human(kv_bytes)}), {human(self.view.available_bytes)} "
+            f"available, limited by {self.view.limited_by}",
             hint=hint,
         )
 
@@ -209,15 +206,16 @@ def _asked_context(config: Config, spec: ModelSpec, notes: list[str]) -> int:
             notes.append(f"context is {DEFAULT_CONTEXT} of the model's {spec.context_length} tokens: --max-model-len")
         return min(spec.context_length, DEFAULT_CONTEXT)
     if config.max_model_len > spec.context_length:
+        why = spec.context_note or f"{spec.name} was trained for {spec.context_length} tokens"
         raise ConfigError(
-            f"--max-model-len {config.max_model_len}: {spec.name} was trained for {spec.context_length} tokens",
+            f"--max-model-len {config.max_model_len}: {why}",
             hint=f"use at most {spec.context_length}",
         )
     return config.max_model_len
 
 
 def _context(asked: int, limit_blocks: int, per_token: int, memory: _Memory, notes: list[str]) -> int:
-    """The context length, lowered to what the largest pool holds; DoesNotFit when that is not worth starting for."""
+    """The context length, lowered to what the largest pool holds; DoesNotFit below LEAST_CONTEXT."""
     tokens = limit_blocks * BLOCK_SIZE
     least = min(asked, LEAST_CONTEXT)
     if tokens < least and memory.asked is None:
@@ -230,7 +228,7 @@ def _context(asked: int, limit_blocks: int, per_token: int, memory: _Memory, not
 
 
 def _useful_blocks(slots: int, max_model_len: int) -> int:
-    """The pool that a team needs, if memory has more: one full context, and each slot's usual share."""
+    """The pool that a team needs, although memory may have more: one full context, or SLOT_TOKENS for each slot."""
     return cost.blocks_for(max(max_model_len, slots * min(max_model_len, SLOT_TOKENS)), BLOCK_SIZE)
 
 
@@ -246,17 +244,6 @@ def _slots(config: Config, carried: int, step_tokens: int, notes: list[str]) -> 
         notes.append(f"slots lowered from {slots} to {step_tokens}: a step carries no more tokens")
         slots = step_tokens
     return slots
-
-
-def _threads(config: Config, machine: Machine, notes: list[str]) -> int:
-    if config.threads is None:
-        return machine.threads
-    if config.threads > machine.num_cpus:
-        notes.append(f"threads lowered from {config.threads} to {machine.num_cpus}: no more processors in our affinity")
-        return machine.num_cpus
-    if machine.quota is not None and config.threads > machine.quota:
-        notes.append(f"{config.threads} threads exceed the cgroup's quota of {machine.quota:g}: expect throttling")
-    return config.threads
 
 
 def _mib(num_bytes: int, *, up: bool = True) -> int:

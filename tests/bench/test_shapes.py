@@ -12,8 +12,9 @@ import pytest
 from chairlift.bench import shapes
 from chairlift.errors import ChairliftError
 from chairlift.kernels.native import NativeBackend
-from chairlift.models import quant, registry
+from chairlift.models import quant
 from chairlift.models.gguf import GGUFFile
+from chairlift.models.gguf.metadata import read_spec
 from chairlift.models.spec import RawTensor
 from support import tiny_native as native_case
 from support.tiny_gguf import tiny_model, tokenizer_metadata, write_gguf
@@ -47,7 +48,7 @@ def test_the_vocabulary_is_the_source_s(source: Path, tmp_path: Path) -> None:
         keys = [key for key in original.metadata if key.startswith("tokenizer.")]
         assert len(keys) > 5
         assert [written.metadata[key] for key in keys] == [original.metadata[key] for key in keys]
-        spec = registry.read_spec(written)
+        spec = read_spec(written.metadata, written.tensors)
     assert (spec.vocab_size, spec.hidden_size, spec.layers[0].head_dim, spec.context_length) == (320, 128, 32, 256)
 
 
@@ -102,7 +103,7 @@ def test_the_command_line_writes_what_was_asked(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "shape.gguf"
     assert shapes.main(["1b", "Q4_0", str(path), "--layers", "1", "--like", str(source)]) == 0
     with GGUFFile.open(path) as file:
-        spec = registry.read_spec(file)
+        spec = read_spec(file.metadata, file.tensors)
     assert (spec.num_layers, spec.hidden_size, spec.ffn_size, spec.vocab_size) == (1, 2048, 8192, 320)
     assert "100 %" in capsys.readouterr().err
     assert shapes.main(["1b", "Q4_0", str(path), "--like", str(tmp_path / "none")]) == 1

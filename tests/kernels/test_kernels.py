@@ -15,7 +15,7 @@ from chairlift.kernels import sampling
 from chairlift.kernels.ops import F32, SAMPLE_DTYPE
 from chairlift.kernels.reference import to_bf16
 from chairlift.kernels.rounding import ActivationBits
-from chairlift.models.quant import BLOCK, GGML_TYPES, LARGEST, Quantised, bytes_of, decode, quantise_rows
+from chairlift.models.quant import BLOCK, FORMATS, LARGEST, Quantised, bytes_of, decode, quantise_rows
 from chairlift.models.spec import RawTensor
 
 kernels = _native.kernels
@@ -38,7 +38,7 @@ BITS: tuple[ActivationBits, ...] = (8, 16)
 
 def block_of(kind: str) -> int:
     """Weights per block."""
-    return next(known.block for known in GGML_TYPES.values() if known.name == kind)
+    return FORMATS[kind].block
 
 
 def at_least(cols: int, kind: str) -> int:

@@ -20,7 +20,7 @@ from chairlift.kernels.ops import F32
 from chairlift.kernels.reference import ReferenceBackend, to_bf16
 from chairlift.kernels.rounding import ActivationBits
 from chairlift.models import registry
-from chairlift.models.gguf import GGUFFile
+from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.spec import ModelSpec, RawTensor
 from conftest import TinyGGUF
 from kernels.test_record import SPEC
@@ -302,8 +302,8 @@ def test_callers_from_several_threads_take_turns(tiny_gguf: TinyGGUF, backend: N
 def test_what_is_not_finite_stays_with_its_owner(tiny_gguf: TinyGGUF, backend: NativeBackend, kv: KVDtype) -> None:
     """A NaN that a neighbour or the next owner of a block meets: masked lanes must not be multiplied by zero."""
     path = tiny_gguf("llama", layers=1)
-    with GGUFFile.open(path) as file:
-        spec = registry.read_spec(file)
+    with open_checkpoint(path) as file:
+        spec = file.spec
         tensors = dict(registry.model_tensors(spec, file.tensors))
         table = tensors["token_embd.weight"]
         rows = table.data.view(np.float32).reshape(table.shape).copy()
@@ -397,7 +397,7 @@ def test_kv_bytes_are_the_pool(tiny_gguf: TinyGGUF) -> None:
 def test_packed_bytes_stay_near_the_file(tiny_gguf: TinyGGUF, weight_type: str) -> None:
     """A layout that inflates the weights: what the plan counts must hold on the machine."""
     path = tiny_gguf("llama", weight_type=weight_type, hidden=256, head_dim=16, heads=16, kv_heads=4, ffn=512)
-    with GGUFFile.open(path) as file:
+    with open_checkpoint(path) as file:
         file_bytes = sum(len(tensor.data) for tensor in file.tensors.values())
     assert load(NativeBackend(threads=2), path).weight_bytes <= 1.15 * file_bytes
 

@@ -28,7 +28,7 @@ from chairlift.kernels.reference import (
 from chairlift.kernels.rounding import ActivationBits
 from chairlift.kernels.sampling import log_softmax
 from chairlift.models import quant, registry
-from chairlift.models.gguf import GGUFFile
+from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 from conftest import TinyGGUF
 from support import tiny_gguf as tiny
@@ -43,8 +43,8 @@ MAX_ROWS = 64
 
 
 def load(tiny_gguf: TinyGGUF, architecture: str = "llama", kv: KVDtype = "bf16", **shape: Any) -> ReferenceModel:
-    with GGUFFile.open(tiny_gguf(architecture, **shape)) as file:
-        spec = registry.read_spec(file)
+    with open_checkpoint(tiny_gguf(architecture, **shape)) as file:
+        spec = file.spec
         tensors = registry.model_tensors(spec, file.tensors)
         layout = KVLayout(NUM_BLOCKS, BLOCK_SIZE, kv)
         forward = registry.forward_for(architecture)
@@ -188,8 +188,8 @@ def test_a_step_may_need_no_logits(tiny_gguf: TinyGGUF) -> None:
 
 def test_numbers_out_of_range_cost_their_own_row_only(tiny_gguf: TinyGGUF) -> None:
     """An infinity that spreads to a neighbour, or that stays unnoticed."""
-    with GGUFFile.open(tiny_gguf("llama")) as file:
-        spec = registry.read_spec(file)
+    with open_checkpoint(tiny_gguf("llama")) as file:
+        spec = file.spec
         tensors = registry.model_tensors(spec, file.tensors)
         table = quant.dequantise(tensors["token_embd.weight"]).copy()
         table[7] = np.nan
@@ -212,8 +212,8 @@ def ops_for(positions: Sequence[int], spec: ModelSpec) -> ReferenceOps:
 
 
 def spec_of(tiny_gguf: TinyGGUF) -> ModelSpec:
-    with GGUFFile.open(tiny_gguf()) as file:
-        return registry.read_spec(file)
+    with open_checkpoint(tiny_gguf()) as file:
+        return file.spec
 
 
 def raw(array: F32, type_name: str) -> RawTensor:

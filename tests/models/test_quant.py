@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as hnp
 
 from chairlift.errors import ModelError
 from chairlift.models import quant
-from chairlift.models.gguf import GGUFFile
-from chairlift.models.quant import GGML_TYPES, LARGEST, Quantised, bytes_of, decode, dequantise, quantise_rows
+from chairlift.models.gguf import GGML_TYPES, GGUFFile
+from chairlift.models.quant import FORMATS, LARGEST, Quantised, bytes_of, decode, dequantise, quantise_rows
 from chairlift.models.spec import RawTensor
 from conftest import TinyGGUF
 from support.tiny_gguf import WEIGHT_TYPES
@@ -46,7 +46,7 @@ def theirs(tensor: RawTensor) -> F32:
 
 
 def block_of(kind: str) -> int:
-    return next(known.block for known in GGML_TYPES.values() if known.name == kind)
+    return FORMATS[kind].block
 
 
 def random_blocks(kind: str, num_blocks: int, rng: np.random.Generator) -> bytes:

@@ -17,6 +17,7 @@ from chairlift.engine.detok import Detokenizer
 from chairlift.engine.request import Request
 from chairlift.engine.sampling_params import SamplingParams
 from chairlift.engine.stops import StopMatcher
+from chairlift.kernels.backend import BLOCK_SIZE
 from chairlift.kernels.ops import F32, MAX_TOP, LogitResult, StepArrays
 from chairlift.models.spec import LayerSpec, ModelSpec, RopeSpec
 from chairlift.plan import Plan
@@ -41,7 +42,7 @@ def fake_plan(**changes: object) -> Plan:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "max_queue": 16,
-        "block_size": 16,
+        "block_size": BLOCK_SIZE,
         "num_blocks": 64,
         "kv_dtype": "bf16",
         "kv_bytes_per_token": 1,
@@ -49,8 +50,6 @@ def fake_plan(**changes: object) -> Plan:
         "batching": "continuous",
         "max_gap_s": 10.0,
         "watchdog_s": 30.0,
-        "threads": 1,
-        "isa": "none",
     }
     return Plan(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -74,9 +73,11 @@ def alone(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 class FakeModel:
-    """Implements kernels.ops.Model. `before_run` may raise, sleep or count."""
+    """Implements kernels.backend.Model. `before_run` may raise, sleep or count."""
 
-    def __init__(self, num_blocks: int, block_size: int = 16, before_run: Callable[[StepArrays], None] | None = None):
+    def __init__(
+        self, num_blocks: int, block_size: int = BLOCK_SIZE, before_run: Callable[[StepArrays], None] | None = None
+    ):
         self.cache = np.full(num_blocks * block_size, -1, dtype=np.int32)
         self.block_size = block_size
         self.before_run = before_run

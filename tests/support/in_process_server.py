@@ -12,7 +12,6 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,10 +20,11 @@ from starlette.applications import Starlette
 
 from chairlift.boot import Loaded
 from chairlift.config import Config
+from chairlift.kernels.backend import BackendFacts, MemoryView
 from chairlift.kernels.ops import StepArrays
-from chairlift.machine import Machine
-from chairlift.models.template import ChatTemplate
-from chairlift.models.tokenizer import Tokenizer
+from chairlift.models.checkpoint import GenerationDefaults
+from chairlift.models.gguf.vocabulary import read_tokenizer
+from chairlift.models.templates.chat_template import ChatTemplate
 from chairlift.server.app import create_app
 from chairlift.server.sse import Pace
 from support.fake_model import FakeModel, fake_plan, fake_spec
@@ -43,8 +43,8 @@ def fake_loaded(
     add_bos: bool = False,
     **plan: Any,
 ) -> Loaded:
-    """The fake model with a real byte-level tokenizer. `plan` sets any field of its plan."""
-    tokenizer = Tokenizer.from_gguf(tokenizer_metadata(add_bos=add_bos))
+    """The fake model with a real byte-level tokenizer; any field of its plan can be set."""
+    tokenizer = read_tokenizer(tokenizer_metadata(add_bos=add_bos))
     resolved = fake_plan(**plan)
     return Loaded(
         config=Config(),
@@ -53,8 +53,9 @@ def fake_loaded(
         tokenizer=tokenizer,
         template=None if template is None else ChatTemplate(template, tokenizer.special_tokens),
         model=FakeModel(resolved.num_blocks, before_run=before_run),
-        path=Path("fake.gguf"),
-        machine=Machine(1, 1, None, 2**30, 2**30, "the machine"),
+        generation=GenerationDefaults(),
+        backend=BackendFacts("no arithmetic", "none-a8", {}, {}),
+        memory=MemoryView(2**30, "the machine", ""),
         names=("fake", "alias"),
         num_parameters=1,
         read_bytes=1,

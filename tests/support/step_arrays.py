@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from chairlift.kernels import backend
 from chairlift.kernels.ops import SAMPLE_DTYPE, StepArrays
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = backend.BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def _pinned() -> Iterator[None]:
         mock.patch("chairlift.server.answer.time", clock),
         mock.patch("chairlift.server.dispatch.time", clock),
         mock.patch("chairlift.server.sse.time", clock),
-        mock.patch("chairlift.server.answer.__version__", "0"),
+        mock.patch("chairlift.boot.__version__", "0"),
         mock.patch("chairlift.server.openai.secrets", SimpleNamespace(token_hex=lambda _: "1")),
     ):
         yield

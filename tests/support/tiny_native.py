@@ -10,7 +10,7 @@ import numpy as np
 from chairlift.kernels.backend import Backend, KVDtype, KVLayout, LoadSpec, Model
 from chairlift.kernels.ops import F32
 from chairlift.models import registry
-from chairlift.models.gguf import GGUFFile
+from chairlift.models.checkpoint import open_checkpoint
 from support.step_arrays import BLOCK_SIZE, Part, make_step
 
 NUM_BLOCKS = 12
@@ -26,8 +26,8 @@ def load(
     rows: int = MAX_ROWS,
 ) -> Model:
     """Loads a GGUF file with a small pool."""
-    with GGUFFile.open(path) as file:
-        spec = registry.read_spec(file)
+    with open_checkpoint(path) as file:
+        spec = file.spec
         layout = KVLayout(num_blocks, BLOCK_SIZE, kv)
         tensors = registry.model_tensors(spec, file.tensors)
         forward = registry.forward_for(spec.architecture)

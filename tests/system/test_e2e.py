@@ -137,11 +137,10 @@ def echo_nll(server: Server, text: str, window: int = 1024) -> float:
         assert logprobs.token_logprobs is not None
         return list(logprobs.token_logprobs)
 
-    from chairlift.models.gguf import GGUFFile
-    from chairlift.models.tokenizer import Tokenizer
+    from chairlift.models.checkpoint import open_checkpoint
 
-    file = GGUFFile.open(Path(server.process.args[4]))  # type: ignore[index, arg-type]
-    ids = Tokenizer.from_gguf(file.metadata).encode(text, add_bos=False, parse_special=False)
+    file = open_checkpoint(Path(server.process.args[4]))  # type: ignore[index, arg-type]
+    ids = file.tokenizer().encode(text, add_bos=False, parse_special=False)
     losses: list[float] = []
     for start in range(0, len(ids), window):
         scores = score(ids[start : start + window])

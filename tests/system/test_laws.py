@@ -20,8 +20,8 @@ from chairlift.engine.sampling_params import SamplingParams, TokenLogprob
 from chairlift.engine.scheduler import Scheduler, SchedulerConfig
 from chairlift.engine.stops import StopMatcher
 from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec, Model
-from chairlift.models.gguf import GGUFFile
-from chairlift.models.registry import forward_for, model_tensors, read_spec
+from chairlift.models.checkpoint import open_checkpoint
+from chairlift.models.registry import forward_for, model_tensors
 from support import tiny_gguf as tiny
 from support.backends import BACKENDS, make_backend
 
@@ -95,8 +95,8 @@ def law(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def load(path: Path, backend: str, kv_dtype: KVDtype) -> Model:
-    with closing(GGUFFile.open(path)) as file:
-        spec = read_spec(file)
+    with closing(open_checkpoint(path)) as file:
+        spec = file.spec
         layout = KVLayout(NUM_BLOCKS, 16, kv_dtype)
         forward, tensors = forward_for(spec.architecture), model_tensors(spec, file.tensors)
         return make_backend(backend).load(LoadSpec(spec, forward, tensors, layout, MAX_ROWS))

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec
-from chairlift.models.gguf import GGUFFile
-from chairlift.models.registry import forward_for, model_tensors, read_spec
-from chairlift.models.tokenizer import Tokenizer
+from chairlift.models.checkpoint import open_checkpoint
+from chairlift.models.registry import forward_for, model_tensors
 from support.backends import BACKENDS, make_backend
 from support.paths import FIXTURES
 from support.step_arrays import Part, make_step
@@ -26,11 +25,11 @@ def test_rounding_costs_little(smollm2_path: Path, backend: str, kv: KVDtype) ->
     """A rope, norm, scale or tokenizer that is subtly wrong: fluent text, but a loss that is too high."""
     expected = json.loads((FIXTURES / "nll.json").read_text(encoding="utf-8"))
     text = (FIXTURES / "english.txt").read_text(encoding="utf-8")
-    with GGUFFile.open(smollm2_path) as file:
-        ids = Tokenizer.from_gguf(file.metadata).encode(text, add_bos=False, parse_special=False)
+    with open_checkpoint(smollm2_path) as file:
+        ids = file.tokenizer().encode(text, add_bos=False, parse_special=False)
         assert len(ids) == expected["num_tokens"]
         assert ids[:32] == expected["first_tokens"]
-        spec = read_spec(file)
+        spec = file.spec
         tensors, layout = model_tensors(spec, file.tensors), KVLayout(NUM_TOKENS // 16, dtype=kv)
         forward = forward_for(spec.architecture)
         model = make_backend(backend).load(LoadSpec(spec, forward, tensors, layout, NUM_TOKENS))

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from chairlift.errors import ChairliftError
 from chairlift.models import llama, quant
-from chairlift.models.gguf import DEFAULT_ALIGNMENT, MAGIC, GGUFFile
+from chairlift.models.gguf import DEFAULT_ALIGNMENT, GGML_TYPES, MAGIC, GGUFFile
 from chairlift.models.registry import EMBEDDING, HEAD
 from chairlift.models.spec import LayerSpec, ModelSpec, RawTensor, RopeSpec
 
@@ -33,8 +33,7 @@ CHUNK_BYTES = 16 << 20
 """Drawn and written at a time: the file need not fit into memory."""
 FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
 """Weight types that can be drawn, and how `general.file_type` counts them."""
-_TYPE_NUMBERS = {kind.name: number for number, kind in quant.GGML_TYPES.items()}
-_TYPES = {kind.name: kind for kind in quant.GGML_TYPES.values()}
+_TYPE_NUMBERS = {kind.name: number for number, kind in GGML_TYPES.items()}
 _HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -192,7 +191,7 @@ def draw(rng: np.random.Generator, weight_type: str, extent: tuple[int, ...]) ->
     if weight_type == "F32":
         yield np.ones(extent, "<f4").view(np.uint8)
         return
-    kind = _TYPES[weight_type]
+    kind = quant.FORMATS[weight_type]
     num_blocks = int(np.prod(extent)) // kind.block
     for start in range(0, num_blocks, CHUNK_BYTES // kind.block_bytes):
         count = min(CHUNK_BYTES // kind.block_bytes, num_blocks - start)
@@ -204,7 +203,7 @@ def draw_blocks(rng: np.random.Generator, weight_type: str, count: int, std: flo
 
     Levels need not be centred on 0: a sign for each block takes the mean away, which would add up from layer to layer.
     """
-    block_bytes = _TYPES[weight_type].block_bytes
+    block_bytes = quant.FORMATS[weight_type].block_bytes
     blocks = np.frombuffer(rng.bytes(count * block_bytes), np.uint8).reshape(count, block_bytes).copy()
     signs = 1.0 - 2.0 * rng.integers(0, 2, (count, 1))
     _set_scales(blocks, weight_type, std / _size_at_scale_1(weight_type) * signs)
@@ -220,7 +219,7 @@ def _set_scales(blocks: U8, weight_type: str, scales: npt.NDArray[np.floating]) 
 @cache
 def _size_at_scale_1(weight_type: str) -> float:
     """Root mean square of random weights of a type whose scales are 1."""
-    block = _TYPES[weight_type]
+    block = quant.FORMATS[weight_type]
     blocks = np.random.default_rng(0).integers(0, 256, (4096, block.block_bytes), np.uint8)
     _set_scales(blocks, weight_type, np.ones((len(blocks), 1)))
     weights = quant.dequantise(RawTensor("", (len(blocks), block.block), weight_type, blocks.reshape(-1)))

@@ -1,18 +1,23 @@
-"""What a backend is: it gets a LoadSpec and gives a Model. One file per way of computing implements it.
+"""What a backend is: it says where it computes and how much memory it has, gets a LoadSpec and gives a Model.
 
-Shared by all of them: nothing here is the CPU's own.
+One file per way of computing implements it; `backends.py` lists them. Nothing here is the CPU's own (that is `cpu.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from chairlift.kernels.ops import Forward, LogitResult, StepArrays
+from chairlift.machine import Machine
 from chairlift.models.spec import ModelSpec, RawTensor
 
 KVDtype = Literal["bf16", "int8"]
+
+BLOCK_SIZE = 16
+"""Tokens of a KV block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,7 @@ class KVLayout:
     """The one pool: `num_blocks` blocks of `block_size` tokens over all layers, allocated and prefaulted once."""
 
     num_blocks: int
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     dtype: KVDtype = "bf16"
 
 
@@ -54,8 +59,44 @@ class LoadSpec:
     max_rows: int  # most rows of any step
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryView:
+    """The memory that weights and KV are placed in."""
+
+    available_bytes: int
+    limited_by: str  # "the cgroup", "the machine": what an error names
+    remedy: str  # how to get more of it: "give the machine or its cgroup more memory"
+
+
+@dataclass(frozen=True, slots=True)
+class BackendFacts:
+    """What a backend says of itself. `device` and `rounding` are JSON values, by names of the backend's own."""
+
+    summary: str  # one line for the start card
+    fingerprint: str  # what of the backend can change a bit of an answer; part of `system_fingerprint`
+    device: Mapping[str, Any]  # what computes
+    rounding: Mapping[str, Any]  # what is rounded to what
+    notes: tuple[str, ...] = ()  # what was asked of it and could not be had
+
+
 class Backend(Protocol):
     """A way of computing."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step that it handles well; the plan's default."""
+
+    def facts(self, machine: Machine) -> BackendFacts:
+        """What it is, for people, for programs and for the fingerprint."""
+
+    def memory(self, machine: Machine) -> MemoryView:
+        """The memory that it uses, before anything is loaded."""
+
+    def packed_bytes(self, tensors: Iterable[RawTensor]) -> int:
+        """Upper bound of the bytes that these weights take once loaded; each is given once."""
+
+    def read_speed(self, file: Path) -> float:
+        """Bytes/s that it reads weights with, measured on a model's file or known; the start card's ceiling."""
 
     def load(self, load: LoadSpec) -> Model:
         """Packs the weights and allocates the KV pool.

@@ -17,10 +17,12 @@ import numpy as np
 from chairlift import _native
 from chairlift.errors import ConfigError, DoesNotFit, EngineError, ModelError
 from chairlift.kernels import record
-from chairlift.kernels.backend import LoadSpec
+from chairlift.kernels.backend import BLOCK_SIZE, LoadSpec
+from chairlift.kernels.cpu import CPUBackend, CPUSettings, choose_threads, wanted_bits
 from chairlift.kernels.ops import MAX_TOP, SAMPLE_DTYPE, LogitResult, StepArrays
 from chairlift.kernels.record import Node, Value, WeightKinds
 from chairlift.kernels.rounding import ActivationBits, DType, input_dtype
+from chairlift.machine import Machine
 from chairlift.models import quant
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
@@ -28,7 +30,6 @@ Lanes = tuple[int, int, int]
 """Buffer, first lane, number of lanes."""
 
 NOTHING: Lanes = (-1, 0, 0)
-BLOCK_SIZE = 16
 
 
 def available_isas() -> list[str]:
@@ -41,17 +42,23 @@ def best_isa() -> str:
     return _native.best_isa()
 
 
-class NativeBackend:
+class NativeBackend(CPUBackend):
     """Loads models for the compiled core.
 
     `isa` forces an instruction set level (ConfigError when this machine does not have it); `threads` compute;
     `activation_bits` are those that MLP inputs are rounded to.
     """
 
-    def __init__(self, isa: str | None = None, *, threads: int = 1, activation_bits: ActivationBits = 8) -> None:
-        self.threads = threads
-        self.activation_bits = activation_bits
-        self.isa = best_isa() if isa is None else isa
+    def __init__(
+        self,
+        isa: str | None = None,
+        *,
+        threads: int = 1,
+        activation_bits: ActivationBits = 8,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        isa = best_isa() if isa is None else isa
+        super().__init__(isa, threads=threads, activation_bits=activation_bits, notes=notes)
         if self.isa not in available_isas():
             raise ConfigError(f"isa {self.isa!r} is not available here", hint=f"this machine has {available_isas()}")
 
@@ -84,6 +91,12 @@ class NativeBackend:
             program.finish()
         load_s = {"KV": cached_s - start_s, "weights": time.perf_counter() - cached_s}
         return NativeModel(program, cache, spec.vocab_size, load_s)
+
+
+def make_backend(settings: CPUSettings, machine: Machine) -> NativeBackend:
+    """The backend for these settings. ConfigError for an instruction set that this machine lacks."""
+    threads, notes = choose_threads(settings.threads, machine)
+    return NativeBackend(settings.isa, threads=threads, activation_bits=wanted_bits(settings), notes=notes)
 
 
 def weight_kinds(activation_bits: ActivationBits) -> WeightKinds:

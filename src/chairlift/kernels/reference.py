@@ -14,11 +14,14 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.errors import ConfigError
 from chairlift.kernels import sampling
 from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec
+from chairlift.kernels.cpu import CPUBackend, CPUSettings, choose_threads, wanted_bits
 from chairlift.kernels.ops import F32, I32, MAX_TOP, Forward, LogitResult, StepArrays
 from chairlift.kernels.rounding import ActivationBits, input_bits
 from chairlift.kernels.validate import check_step
+from chairlift.machine import Machine
 from chairlift.models import quant
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
@@ -57,18 +60,26 @@ class Bf16Matrix:
 Weight = BlockMatrix | Bf16Matrix | F32
 
 
-class ReferenceBackend:
+class ReferenceBackend(CPUBackend):
     """Loads models for numpy. `activation_bits` are those that MLP inputs are rounded to."""
 
-    def __init__(self, activation_bits: ActivationBits = 8) -> None:
-        self._activation_bits = activation_bits
+    def __init__(self, activation_bits: ActivationBits = 8, *, threads: int = 1, notes: tuple[str, ...] = ()) -> None:
+        super().__init__("numpy", threads=threads, activation_bits=activation_bits, notes=notes)
 
     def load(self, load: LoadSpec) -> ReferenceModel:
         """Decodes the weights (tied ones once) and allocates the pool. ModelError names a tensor it cannot decode."""
         unique = {id(tensor): tensor for tensor in load.tensors.values()}
-        decoded = {key: load_weight(tensor, self._activation_bits) for key, tensor in unique.items()}
+        decoded = {key: load_weight(tensor, self.activation_bits) for key, tensor in unique.items()}
         weights = {name: decoded[id(tensor)] for name, tensor in load.tensors.items()}
         return ReferenceModel(load.spec, load.forward, weights, load.kv, load.max_rows)
+
+
+def make_backend(settings: CPUSettings, machine: Machine) -> ReferenceBackend:
+    """The backend for these settings. ConfigError for an instruction set: numpy chooses its own."""
+    if settings.isa is not None:
+        raise ConfigError(f"--isa {settings.isa} chooses among compiled kernels; --backend reference has none")
+    threads, notes = choose_threads(settings.threads, machine)
+    return ReferenceBackend(wanted_bits(settings), threads=threads, notes=notes)
 
 
 class ReferenceModel:

@@ -1,18 +1,15 @@
 """The Llama family: SmolLM2, Llama 2 and 3, Mistral. RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Architecture: Touvron et al. 2023 (Llama 2), grouped queries after Ainslie et al. 2023. GGUF stores the rows of Q and K
-permuted so that lanes (2i, 2i + 1) rotate together; Llama 3's frequency factors arrive in `LayerSpec.rope`.
+Architecture: Touvron et al. 2023 (Llama 2), grouped queries after Ainslie et al. 2023. Which lanes rotate together, and
+Llama 3's frequency factors, stand in `LayerSpec.rope`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from chairlift.kernels.ops import Ops, W, X
 from chairlift.models.spec import LayerSpec, ModelSpec
-
-ROPE_STYLE: Literal["interleaved"] = "interleaved"
 
 
 def layer_shapes(spec: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:

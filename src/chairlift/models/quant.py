@@ -1,7 +1,7 @@
 """Weight formats: how many bytes they take, and what numbers they stand for. The numpy specification of every one.
 
 Block formats are GGML's (ggml-common.h): a row is cut into blocks of consecutive weights, each with its own scale.
-Knows nothing of files beyond `RawTensor`, and nothing of the packed layouts that the compiled kernels use.
+Knows no container (`RawTensor` is all that it sees), and not the packed layouts of the compiled kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from chairlift.errors import ModelError
 from chairlift.models.spec import RawTensor
+from chairlift.text import quoted_list
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -24,64 +25,65 @@ I16 = npt.NDArray[np.int16]
 BLOCK = 32
 """Activations per scale, and weights per scale in most formats."""
 LARGEST = 127 * 256
-"""The level of a block's largest activation in 16 bits: bytes 127 and 0, so that 8-bit products do the work."""
+"""The level of a block's largest activation in 16 bits. Its two bytes are 127 and 0, so 8-bit products do the work."""
 STEPS = 254
 """Steps between the smallest and the largest level of a block in 8 bits."""
 
 
-class GGMLType(NamedTuple):
-    """A tensor type of the file format: `block_bytes` hold `block` consecutive weights."""
+class WeightFormat(NamedTuple):
+    """How a row is cut into blocks: `block_bytes` hold `block` consecutive weights."""
 
     name: str
     block: int
     block_bytes: int
 
 
-GGML_TYPES: dict[int, GGMLType] = {
-    0: GGMLType("F32", 1, 4),
-    1: GGMLType("F16", 1, 2),
-    2: GGMLType("Q4_0", 32, 18),
-    3: GGMLType("Q4_1", 32, 20),
-    6: GGMLType("Q5_0", 32, 22),
-    7: GGMLType("Q5_1", 32, 24),
-    8: GGMLType("Q8_0", 32, 34),
-    9: GGMLType("Q8_1", 32, 36),
-    10: GGMLType("Q2_K", 256, 84),
-    11: GGMLType("Q3_K", 256, 110),
-    12: GGMLType("Q4_K", 256, 144),
-    13: GGMLType("Q5_K", 256, 176),
-    14: GGMLType("Q6_K", 256, 210),
-    15: GGMLType("Q8_K", 256, 292),
-    16: GGMLType("IQ2_XXS", 256, 66),
-    17: GGMLType("IQ2_XS", 256, 74),
-    18: GGMLType("IQ3_XXS", 256, 98),
-    19: GGMLType("IQ1_S", 256, 50),
-    20: GGMLType("IQ4_NL", 32, 18),
-    21: GGMLType("IQ3_S", 256, 110),
-    22: GGMLType("IQ2_S", 256, 82),
-    23: GGMLType("IQ4_XS", 256, 136),
-    24: GGMLType("I8", 1, 1),
-    25: GGMLType("I16", 1, 2),
-    26: GGMLType("I32", 1, 4),
-    27: GGMLType("I64", 1, 8),
-    28: GGMLType("F64", 1, 8),
-    29: GGMLType("IQ1_M", 256, 56),
-    30: GGMLType("BF16", 1, 2),
-    31: GGMLType("Q4_0_4_4", 32, 18),
-    32: GGMLType("Q4_0_4_8", 32, 18),
-    33: GGMLType("Q4_0_8_8", 32, 18),
-    34: GGMLType("TQ1_0", 256, 54),
-    35: GGMLType("TQ2_0", 256, 66),
-    36: GGMLType("IQ4_NL_4_4", 32, 18),
-    37: GGMLType("IQ4_NL_4_8", 32, 18),
-    38: GGMLType("IQ4_NL_8_8", 32, 18),
-    39: GGMLType("MXFP4", 32, 17),
-    40: GGMLType("NVFP4", 64, 36),
-    41: GGMLType("Q1_0", 128, 18),
+FORMATS: dict[str, WeightFormat] = {
+    form.name: form
+    for form in (
+        WeightFormat("F32", 1, 4),
+        WeightFormat("F16", 1, 2),
+        WeightFormat("Q4_0", 32, 18),
+        WeightFormat("Q4_1", 32, 20),
+        WeightFormat("Q5_0", 32, 22),
+        WeightFormat("Q5_1", 32, 24),
+        WeightFormat("Q8_0", 32, 34),
+        WeightFormat("Q8_1", 32, 36),
+        WeightFormat("Q2_K", 256, 84),
+        WeightFormat("Q3_K", 256, 110),
+        WeightFormat("Q4_K", 256, 144),
+        WeightFormat("Q5_K", 256, 176),
+        WeightFormat("Q6_K", 256, 210),
+        WeightFormat("Q8_K", 256, 292),
+        WeightFormat("IQ2_XXS", 256, 66),
+        WeightFormat("IQ2_XS", 256, 74),
+        WeightFormat("IQ3_XXS", 256, 98),
+        WeightFormat("IQ1_S", 256, 50),
+        WeightFormat("IQ4_NL", 32, 18),
+        WeightFormat("IQ3_S", 256, 110),
+        WeightFormat("IQ2_S", 256, 82),
+        WeightFormat("IQ4_XS", 256, 136),
+        WeightFormat("I8", 1, 1),
+        WeightFormat("I16", 1, 2),
+        WeightFormat("I32", 1, 4),
+        WeightFormat("I64", 1, 8),
+        WeightFormat("F64", 1, 8),
+        WeightFormat("IQ1_M", 256, 56),
+        WeightFormat("BF16", 1, 2),
+        WeightFormat("Q4_0_4_4", 32, 18),
+        WeightFormat("Q4_0_4_8", 32, 18),
+        WeightFormat("Q4_0_8_8", 32, 18),
+        WeightFormat("TQ1_0", 256, 54),
+        WeightFormat("TQ2_0", 256, 66),
+        WeightFormat("IQ4_NL_4_4", 32, 18),
+        WeightFormat("IQ4_NL_4_8", 32, 18),
+        WeightFormat("IQ4_NL_8_8", 32, 18),
+        WeightFormat("MXFP4", 32, 17),
+        WeightFormat("NVFP4", 64, 36),
+        WeightFormat("Q1_0", 128, 18),
+    )
 }
-"""Every type that a GGUF file may hold, by its number: enough to check extents. 4 and 5 were gone before GGUF was."""
-
-_BY_NAME = {kind.name: kind for kind in GGML_TYPES.values()}
+"""Every format that is known by name, also those that `decode` does not read: a reader checks extents with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,9 @@ class Quantised:
         return int(self.q.shape[1] // self.scale.shape[1])
 
     def with_half_scales(self) -> Quantised:
-        """The same with scales and offsets rounded to 16-bit floats, as backends hold them: 2^-11 of each at most.
+        """The same with scales and offsets rounded to 16-bit floats, as backends hold them: by 2^-11 of each at most.
 
-        Only K formats change: their scale is a 16-bit float times a small integer, in the others it has 16 bits.
+        Only K formats change. Their scale is a 16-bit float times a small integer; in the others it has 16 bits.
         """
         return replace(self, scale=_rounded(self.scale), offset=None if self.offset is None else _rounded(self.offset))
 
@@ -117,8 +119,8 @@ class Quantised:
 
 
 def bytes_of(type_name: str, num_elements: int) -> int:
-    """Bytes that so many weights take. ModelError for an unknown type or a count that is not whole blocks."""
-    kind = _BY_NAME.get(type_name)
+    """Bytes that `num_elements` weights take. ModelError for an unknown type or a count that is not whole blocks."""
+    kind = FORMATS.get(type_name)
     if kind is None:
         raise ModelError(f"weight type {type_name!r} is not known")
     if num_elements % kind.block:
@@ -144,7 +146,7 @@ def decode(tensor: RawTensor) -> Quantised | F32:
     cols = tensor.shape[-1]
     rows = tensor.num_elements // cols
     with np.errstate(invalid="ignore", over="ignore"):
-        return _QUANTISED[tensor.type_name](tensor.data.reshape(rows, cols // _BY_NAME[tensor.type_name].block, -1))
+        return _QUANTISED[tensor.type_name](tensor.data.reshape(rows, cols // FORMATS[tensor.type_name].block, -1))
 
 
 def dequantise(tensor: RawTensor) -> F32:
@@ -192,11 +194,13 @@ def _check(tensor: RawTensor) -> None:
         )
     if not tensor.shape or not tensor.num_elements:
         raise ModelError(f"tensor {name!r} is empty: shape {tensor.shape}")
-    block = _BY_NAME[kind].block
+    block = FORMATS[kind].block
     if tensor.shape[-1] % block:
         raise ModelError(
             f"tensor {name!r}: rows of {tensor.shape[-1]} are not whole blocks of {block}, as {kind} needs"
         )
+    if tensor.parts:
+        raise ModelError(f"tensor {name!r} has {quoted_list(sorted(tensor.parts))} beside its data, as no {kind} has")
     needed = bytes_of(kind, tensor.num_elements)
     if tensor.data.size != needed:
         raise ModelError(f"tensor {name!r} has {tensor.data.size} bytes; {kind} of shape {tensor.shape} needs {needed}")

@@ -1,15 +1,12 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama layer with a bias on Q, K and V, whose heads rotate in halves."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama layer with a bias on Q, K and V."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from chairlift.kernels.ops import Ops, W, X
 from chairlift.models import llama
 from chairlift.models.spec import LayerSpec, ModelSpec
-
-ROPE_STYLE: Literal["halves"] = "halves"
 
 
 def layer_shapes(spec: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:

@@ -1,18 +1,15 @@
-"""Qwen3, dense (Yang et al. 2025): a Llama layer that normalises each query and key head before it rotates, in halves.
+"""Qwen3, dense (Yang et al. 2025): a Llama layer that normalises each query and key head before it rotates.
 
-The head size stands in the file: heads x head_dim need not equal the hidden size.
+The head size is a number of its own: heads x head_dim need not equal the hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from chairlift.kernels.ops import Ops, W, X
 from chairlift.models import llama
 from chairlift.models.spec import LayerSpec, ModelSpec
-
-ROPE_STYLE: Literal["halves"] = "halves"
 
 
 def layer_shapes(spec: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:

@@ -1,9 +1,9 @@
-"""Text to token ids and back, from GGUF metadata: byte-level BPE on the `tokenizers` library.
+"""Text to token ids and back: byte-level BPE on the `tokenizers` library, from a vocabulary that any container gives.
 
-Owns the pre-tokeniser variants, special tokens, BOS and end-of-turn rules. Knows nothing of chat templates, requests or
-streaming. Every field of the metadata is untrusted: what cannot be honoured is a `ModelError` that names the field.
+Owns pre-tokenisers, special tokens and the control tokens that end a turn. Knows no container, no chat templates, no
+requests and no streaming.
 
-    text ── added tokens cut out ── normalise ── pre-tokenise (variant) ── bytes as printable characters ── BPE ── ids
+    text ── added tokens cut out ── normalise ── pre-tokenise ── bytes as printable characters ── BPE ── ids
              user-defined: always
              control: only where parse_special is set (a rendered chat template), plain text elsewhere
 
@@ -14,21 +14,17 @@ all of them control characters or bytes that UTF-8 never holds).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 from tokenizers.models import BPE
 
 from chairlift.errors import EngineError, ModelError, RequestError
+from chairlift.text import clip, quoted
 
-_PREFIX = "tokenizer.ggml."
-
-# Values of tokenizer.ggml.token_type, from the GGUF specification.
-_CONTROL, _USER_DEFINED, _LAST_TYPE = 3, 4, 6
-
-# Control tokens that end a turn or a text in the model families we know: whichever of them a vocabulary has, stops.
+# Control tokens that end a turn or a text in the families we know. Any of them ends a generation.
 _END_OF_TURN = frozenset(
     {
         "<|im_end|>",
@@ -55,15 +51,13 @@ _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 @dataclass(frozen=True)
-class _Variant:
-    """How one `tokenizer.ggml.pre` cuts text before BPE, as the original model's tokenizer does."""
+class PreTokenizer:
+    """How text is cut before BPE, as the original model's tokenizer does."""
 
-    pre_tokenizer: Callable[[], Any]
-    normalizer: Callable[[], Any] | None = None
+    make: Callable[[], Any]
+    make_normalizer: Callable[[], Any] | None = None
     # A piece that is a vocabulary entry as a whole is that token, whether or not the merges lead there.
     ignore_merges: bool = False
-    # Applies where the metadata has no add_bos_token.
-    add_bos: bool = False
 
 
 def _byte_level(*, use_regex: bool) -> Any:
@@ -83,17 +77,37 @@ def _split(pattern: str) -> Any:
     return pre_tokenizers.Sequence([pieces, _byte_level(use_regex=False)])
 
 
-_LLAMA3 = _Variant(lambda: _split(_LLAMA3_SPLIT), ignore_merges=True, add_bos=True)
-_GPT2 = _Variant(_gpt2)
-_VARIANTS: Mapping[str, _Variant] = {
-    "smollm": _Variant(_smollm),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _Variant(lambda: _split(_QWEN2_SPLIT), normalizer=normalizers.NFC),
-    "gpt-2": _GPT2,
-    "gpt2": _GPT2,
-}
+GPT2 = PreTokenizer(_gpt2)
+SMOLLM = PreTokenizer(_smollm)
+LLAMA3 = PreTokenizer(lambda: _split(_LLAMA3_SPLIT), ignore_merges=True)
+QWEN2 = PreTokenizer(lambda: _split(_QWEN2_SPLIT), normalizers.NFC)
+
+VocabularyPart = Literal["tokens", "control", "merges", "bos_id"]
+
+
+class VocabularyError(ModelError):
+    """A vocabulary that contradicts itself. `part` is a field of `Vocabulary`, which a container's reader knows by
+    another name."""
+
+    def __init__(self, part: VocabularyPart, what: str) -> None:
+        super().__init__(f"{part}: {what}")
+        self.part = part
+        self.what = what
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A byte-level BPE vocabulary, as any container describes it. An id is an index into `tokens`."""
+
+    tokens: Sequence[str]  # in GPT-2's byte alphabet; control and user-defined ones as they are written
+    merges: Sequence[tuple[str, str]]  # best first
+    pre_tokenizer: PreTokenizer
+    control: Sequence[int] = ()  # ids that give no text, and that a user's text never turns into
+    user_defined: Sequence[int] = ()  # ids that are found in any text, whole
+    bos_id: int | None = None
+    add_bos: bool = False  # prompts of the model begin with BOS
+    eos_ids: frozenset[int] = frozenset()  # those that the container names; known end-of-turn tokens are added
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # names in chat templates ("bos_token") -> text
 
 
 class Tokenizer:
@@ -102,25 +116,25 @@ class Tokenizer:
     `vocab_bytes[id]` are the bytes an id stands for; `special_ids` are control tokens, which give no text to a reader;
     `eos_ids` end a generation; `bos_id` is None where the model names none; `add_bos` says whether its prompts begin
     with it; `special_tokens` maps the names that chat templates use (`bos_token`, `eos_token`, ...) to their text.
+
+    Raises VocabularyError for a vocabulary that contradicts itself.
     """
 
-    def __init__(self, fields: _Fields) -> None:
-        self.vocab_bytes: tuple[bytes, ...] = tuple(map(_token_bytes, fields.tokens, fields.types))
-        self.vocab_size: int = len(fields.tokens)
-        self.special_ids: frozenset[int] = frozenset(fields.of_type(_CONTROL))
-        self.eos_ids: frozenset[int] = fields.eos_ids()
-        self.bos_id: int | None = fields.token_id("bos_token_id")
-        self.add_bos: bool = fields.add_bos()
-        self.special_tokens: dict[str, str] = fields.special_tokens()
-        self._parsing, self._plain = _encoders(fields)
-
-    @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """Builds the tokenizer that a GGUF file describes.
-
-        Raises ModelError naming the field when the metadata is of a kind that is not supported, or contradicts itself.
-        """
-        return cls(_Fields(metadata))
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        added = {*vocabulary.control, *vocabulary.user_defined}
+        known = {i for i in added if vocabulary.tokens[i] in _END_OF_TURN}
+        self.vocab_bytes: tuple[bytes, ...] = tuple(
+            _token_bytes(token, is_added=i in added) for i, token in enumerate(vocabulary.tokens)
+        )
+        self.vocab_size: int = len(vocabulary.tokens)
+        self.special_ids: frozenset[int] = frozenset(vocabulary.control)
+        self.eos_ids: frozenset[int] = vocabulary.eos_ids | known
+        self.bos_id: int | None = vocabulary.bos_id
+        self.add_bos: bool = vocabulary.add_bos
+        self.special_tokens: dict[str, str] = dict(vocabulary.special_tokens)
+        if self.add_bos and self.bos_id is None:
+            raise VocabularyError("bos_id", "missing, though prompts of this model begin with that token")
+        self._parsing, self._plain = _encoders(vocabulary)
 
     def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
         """The token ids of `text`.
@@ -141,14 +155,9 @@ class Tokenizer:
             ids.insert(0, self.bos_id)
         return ids
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD. Raises RequestError for an id out of range."""
-        skipped = self.special_ids if skip_special else frozenset()
-        return b"".join(self.vocab_bytes[self._checked(i)] for i in ids if i not in skipped).decode("utf-8", "replace")
-
-    def token_text(self, token_id: int) -> str:
-        """The text of one token, with U+FFFD where its bytes are only part of a character."""
-        return self.vocab_bytes[self._checked(token_id)].decode("utf-8", "replace")
+        return b"".join(self.vocab_bytes[self._checked(i)] for i in ids).decode("utf-8", "replace")
 
     def _checked(self, token_id: int) -> int:
         if not 0 <= token_id < self.vocab_size:
@@ -156,151 +165,74 @@ class Tokenizer:
         return token_id
 
 
-class _Fields:
-    """The `tokenizer.ggml.*` fields of one file, checked as they are read."""
-
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
-        self._metadata = metadata
-        self._require_model()
-        self.variant = self._read_variant()
-        self.tokens: list[str] = self._array("tokens", str)
-        self.types: list[int] = self._array("token_type", int)
-        self.vocab: dict[str, int] = {token: i for i, token in enumerate(self.tokens)}
-        self._check_tokens()
-        self.merges: list[tuple[str, str]] = [_merge(i, text) for i, text in enumerate(self._array("merges", str))]
-
-    def of_type(self, token_type: int) -> list[int]:
-        return [i for i, kind in enumerate(self.types) if kind == token_type]
-
-    def token_id(self, name: str) -> int | None:
-        """The id that a field such as `bos_token_id` holds; None where the file has no such field."""
-        value = self._metadata.get(_PREFIX + name)
-        if value is None:
-            return None
-        if type(value) is not int or not 0 <= value < len(self.tokens):
-            raise _wrong(name, f"{_short(value)} is no id of this vocabulary of {len(self.tokens)} tokens")
-        return value
-
-    def add_bos(self) -> bool:
-        value = self._metadata.get(_PREFIX + "add_bos_token", self.variant.add_bos)
-        if type(value) is not bool:
-            raise _wrong("add_bos_token", f"{_short(value)} is neither true nor false")
-        if value and self.token_id("bos_token_id") is None:
-            raise _wrong("bos_token_id", "missing, though prompts of this model begin with that token")
-        return value
-
-    def eos_ids(self) -> frozenset[int]:
-        named = (self.token_id(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id"))
-        marked = self.of_type(_CONTROL) + self.of_type(_USER_DEFINED)
-        known = (i for i in marked if self.tokens[i] in _END_OF_TURN)
-        return frozenset(i for i in (*named, *known) if i is not None)
-
-    def special_tokens(self) -> dict[str, str]:
-        fields = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-        ids = {name: self.token_id(f"{field}_token_id") for name, field in fields.items()}
-        return {f"{name}_token": self.tokens[i] for name, i in ids.items() if i is not None}
-
-    def _require_model(self) -> None:
-        model = self._metadata.get(_PREFIX + "model")
-        if model != "gpt2":
-            what = "missing" if model is None else f"{_short(model)} is not supported"
-            raise _wrong("model", what, hint="supported: gpt2, which is byte-level BPE")
-
-    def _read_variant(self) -> _Variant:
-        name = self._metadata.get(_PREFIX + "pre")
-        variant = _VARIANTS.get(name) if isinstance(name, str) else None
-        if variant is None:
-            what = "missing" if name is None else f"{_short(name)} is not supported"
-            raise _wrong("pre", f"{what}; a guess could cut text wrongly", hint=f"supported: {', '.join(_VARIANTS)}")
-        return variant
-
-    def _array(self, name: str, kind: type) -> list[Any]:
-        value = self._metadata.get(_PREFIX + name)
-        if value is None:
-            raise _wrong(name, "missing")
-        if not isinstance(value, list) or not set(map(type, value)) <= {kind}:
-            raise _wrong(name, f"not an array of {kind.__name__}")
-        return value
-
-    def _check_tokens(self) -> None:
-        tokens, types = self.tokens, self.types
-        if not tokens:
-            raise _wrong("tokens", "empty")
-        if len(types) != len(tokens):
-            raise _wrong("token_type", f"{len(types)} entries for {len(tokens)} tokens")
-        if len(self.vocab) != len(tokens):
-            twice = next(token for i, token in enumerate(tokens) if self.vocab[token] != i)
-            raise _wrong("tokens", f"{_short(twice)} is there twice")
-        bad = next((i for i, kind in enumerate(types) if not 0 <= kind <= _LAST_TYPE), None)
-        if bad is not None:
-            raise _wrong("token_type", f"entry {bad} is {types[bad]}, which is no token type")
-
-
-def _merge(index: int, text: str) -> tuple[str, str]:
-    left, space, right = text.partition(" ")
-    if not (left and space and right) or " " in right:
-        raise _wrong("merges", f"entry {index} is {_short(text)}, not two tokens with a space between")
-    return left, right
-
-
-def _encoders(fields: _Fields) -> tuple[Encoder, Encoder]:
+def _encoders(vocabulary: Vocabulary) -> tuple[Encoder, Encoder]:
     """Two encoders: the first reads control tokens in text, the second takes them for plain text.
 
-    One encoder switched to and fro would race between threads.
+    One encoder that is switched to and fro would race between threads.
     """
-    control = fields.of_type(_CONTROL)
-    spelt = _spelt_by_text(fields, [fields.tokens[i] for i in control])
+    tokens, merges = vocabulary.tokens, vocabulary.merges
+    ids = _ids(tokens)
+    spelt = _spelt_by_text(vocabulary)
     try:
-        model = _bpe(fields, without=frozenset())
-        plain_model = _bpe(fields, without=spelt) if spelt else model
-        return _encoder(fields, model, control), _encoder(fields, plain_model, [])
+        model = _bpe(vocabulary, ids, merges)
+        plain_model = model
+        if spelt:
+            plain_ids = {token: i for token, i in ids.items() if token not in spelt}
+            plain_model = _bpe(vocabulary, plain_ids, [(a, b) for a, b in merges if not spelt & {a, b, a + b}])
+        return _encoder(vocabulary, model, vocabulary.control), _encoder(vocabulary, plain_model, ())
     except BaseException as error:
         # The library's own words name the merge or token that it could not take.
-        raise _ours(error, _wrong("merges", f"do not belong to these tokens: {_short(error)}")) from None
+        what = f"do not belong to these tokens: {clip(str(error), 80)}"
+        raise _ours(error, VocabularyError("merges", what)) from None
 
 
-def _bpe(fields: _Fields, *, without: frozenset[str]) -> BPE:
-    vocab, merges = fields.vocab, fields.merges
-    if without:
-        vocab = {token: i for token, i in vocab.items() if token not in without}
-        merges = [(a, b) for a, b in merges if not without & {a, b, a + b}]
-    return BPE(vocab=vocab, merges=merges, ignore_merges=fields.variant.ignore_merges)
+def _ids(tokens: Sequence[str]) -> dict[str, int]:
+    ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
+        raise VocabularyError("tokens", f"{quoted(twice)} is there twice")
+    return ids
 
 
-def _encoder(fields: _Fields, model: BPE, control: Sequence[int]) -> Encoder:
+def _bpe(vocabulary: Vocabulary, ids: dict[str, int], merges: Sequence[tuple[str, str]]) -> BPE:
+    return BPE(vocab=ids, merges=list(merges), ignore_merges=vocabulary.pre_tokenizer.ignore_merges)
+
+
+def _encoder(vocabulary: Vocabulary, model: BPE, control: Sequence[int]) -> Encoder:
     encoder = Encoder(model)
-    encoder.pre_tokenizer = fields.variant.pre_tokenizer()
-    if fields.variant.normalizer is not None:
-        encoder.normalizer = fields.variant.normalizer()
+    encoder.pre_tokenizer = vocabulary.pre_tokenizer.make()
+    if vocabulary.pre_tokenizer.make_normalizer is not None:
+        encoder.normalizer = vocabulary.pre_tokenizer.make_normalizer()
     # An added token whose text the model's vocabulary holds gets its id from there. One call each: the library builds
     # its search automaton anew in every call.
-    encoder.add_special_tokens(_added(fields, control, special=True))
-    encoder.add_tokens(_added(fields, fields.of_type(_USER_DEFINED), special=False))
+    encoder.add_special_tokens(_added(vocabulary, control, special=True))
+    encoder.add_tokens(_added(vocabulary, vocabulary.user_defined, special=False))
     return encoder
 
 
-def _added(fields: _Fields, ids: Iterable[int], *, special: bool) -> list[AddedToken]:
-    texts = (fields.tokens[i] for i in ids)
+def _added(vocabulary: Vocabulary, ids: Iterable[int], *, special: bool) -> list[AddedToken]:
+    texts = (vocabulary.tokens[i] for i in ids)
     return [AddedToken(text, special=special, normalized=False) for text in texts if text]
 
 
-def _spelt_by_text(fields: _Fields, control: Sequence[str]) -> frozenset[str]:
-    """The control tokens that BPE would make from ordinary text, which must never gain the power of a control token."""
+def _spelt_by_text(vocabulary: Vocabulary) -> frozenset[str]:
+    """The control tokens that BPE would make from ordinary text: a user's text must never gain their power."""
+    control = [vocabulary.tokens[i] for i in vocabulary.control]
     byte = next((text for text in control if len(text) == 1 and text in _BYTE_OF), None)
     if byte is not None:
-        raise _wrong("token_type", f"{_short(byte)} is a control token and also one byte of ordinary text")
-    merged = {left + right for left, right in fields.merges}
-    whole = fields.variant.ignore_merges
-    return frozenset(text for text in control if text in merged or (whole and _is_one_piece(fields.variant, text)))
+        raise VocabularyError("control", f"{quoted(byte)} is a control token and also one byte of ordinary text")
+    merged = {left + right for left, right in vocabulary.merges}
+    cut = vocabulary.pre_tokenizer
+    return frozenset(text for text in control if text in merged or (cut.ignore_merges and _is_one_piece(cut, text)))
 
 
-def _is_one_piece(variant: _Variant, token: str) -> bool:
+def _is_one_piece(cut: PreTokenizer, token: str) -> bool:
     """Whether the pre-tokeniser makes `token` of the text that BPE would have to find there."""
     try:
         text = bytes(_BYTE_OF[char] for char in token).decode("utf-8")
     except (KeyError, UnicodeDecodeError):
         return False
-    return [piece for piece, _ in variant.pre_tokenizer().pre_tokenize_str(text)] == [token]
+    return [piece for piece, _ in cut.make().pre_tokenize_str(text)] == [token]
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -315,9 +247,9 @@ _BYTE_OF = _byte_alphabet()
 _TO_LATIN1 = dict.fromkeys(range(256), 0xFFFF) | {ord(char): byte for char, byte in _BYTE_OF.items()}
 
 
-def _token_bytes(token: str, token_type: int) -> bytes:
+def _token_bytes(token: str, *, is_added: bool) -> bytes:
     """The bytes of one token: an added token's own UTF-8, else through the byte alphabet where the text is of it."""
-    if token_type in (_CONTROL, _USER_DEFINED):
+    if is_added:
         return token.encode("utf-8", "replace")
     try:
         return token.translate(_TO_LATIN1).encode("latin-1")
@@ -330,13 +262,3 @@ def _ours(error: BaseException, replacement: Exception) -> BaseException:
     # The library's panics derive from BaseException, and their class cannot be imported.
     foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
     return replacement if foreign else error
-
-
-def _wrong(field: str, what: str, *, hint: str = "") -> ModelError:
-    return ModelError(f"{_PREFIX}{field}: {what}", hint=hint)
-
-
-def _short(value: object) -> str:
-    """`value` for a one-line message: metadata may hold megabytes."""
-    text = str(value) if isinstance(value, Exception) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

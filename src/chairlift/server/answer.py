@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from chairlift import __version__
 from chairlift.boot import Loaded
 from chairlift.engine.request import FinishReason, Request
 from chairlift.engine.sampling_params import TokenLogprob
@@ -66,10 +65,9 @@ class ResponseBuilder(ABC, Generic[WholeT, ChunkT, ChunkChoiceT]):
         echoes = prepared.echoes or (None,) * len(prepared.prompts)
         self._choices = [_Choice(echo) for echo in echoes for _ in range(prepared.n)]
         self._has_warned = False
-        plan = loaded.plan
         self._created = int(time.time())
         # An answer depends on these and nothing else of the server: see "Determinism" in the docs.
-        self._fingerprint = f"chairlift-{__version__}-{plan.isa}-a{plan.activation_bits}-{plan.kv_dtype}"
+        self._fingerprint = loaded.fingerprint
 
     @abstractmethod
     def whole(self, deltas: Sequence[Delta]) -> WholeT:

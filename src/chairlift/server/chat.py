@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from chairlift.errors import RequestError
-from chairlift.models.template import ChatTemplate
+from chairlift.models.templates.chat_template import ChatTemplate
 from chairlift.server.http_errors import UnsupportedParameter
 from chairlift.server.schema import ROLES, ChatRequest
 from chairlift.text import one_line

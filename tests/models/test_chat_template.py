@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from chairlift.errors import ChairliftError, ModelError, RequestError
-from chairlift.models import sandbox_budget
-from chairlift.models.template import ChatTemplate
+from chairlift.models.templates import budget
+from chairlift.models.templates.chat_template import ChatTemplate
 from support.paths import FIXTURES
 
 FIXTURE = json.loads((FIXTURES / "template_expected.json").read_text(encoding="utf-8"))
@@ -181,7 +181,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_are_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model file's template holds a core for ever or takes the machine's memory."""
-    monkeypatch.setattr(sandbox_budget, "_SECONDS", 0.05)
+    monkeypatch.setattr(budget, "_SECONDS", 0.05)
     tracemalloc.start()
     before = time.thread_time()
     try:

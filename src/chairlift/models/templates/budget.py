@@ -1,7 +1,7 @@
-"""What a template may spend: one `Budget` for each compilation and each rendering.
+"""The time and memory that a template may spend: one `RenderBudget` for each compilation and each rendering.
 
-A unit is one character (at most 4 bytes); an element of a list or dict is 32 units. Values are weighed before they are
-made, so that nothing is allocated which the budget then refuses.
+A unit is one character (at most 4 bytes); an element of a list or dict is 32 units. A value is weighed before it is
+made, so a value that the budget refuses is never allocated.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ CONTAINERS: tuple[type, ...] = (
     *(list, tuple, dict, set, frozenset),
     *(type({}.keys()), type({}.values()), type({}.items())),
 )
-"""The containers that a template can meet, views of a dict included."""
+"""Types of containers that a template can hold, views of a dict included."""
 
 
 class TooMuch(SecurityError):
     """A template asked for more time or memory than any chat needs."""
 
 
-class Budget:
-    """What one compilation or rendering may still spend; used by one thread, which it measures the CPU time of."""
+class RenderBudget:
+    """The rest of one compilation's or rendering's budget. One thread uses it; that thread's CPU time is measured."""
 
     def __init__(self) -> None:
         self._deadline_s = time.thread_time() + _SECONDS
@@ -70,7 +70,7 @@ class Budget:
             self.make(len(value) * (1 if isinstance(value, str) else ELEMENT))
 
     def weigh(self, value: Any) -> int:
-        """The unfolded size of `value`, every string and element counted as often as it is reached, in units."""
+        """The unfolded size of `value` in units: each string and element counts as often as it is reached."""
         units = ELEMENT if isinstance(value, Namespace) else self._size(value)
         self.tick(units)
         if units > MAX_VALUE:
@@ -81,7 +81,7 @@ class Budget:
         if isinstance(value, str):
             return len(value)
         if isinstance(value, Namespace):
-            # It changes, so no size of what holds it stays true.
+            # A namespace can change, so the size of a container that holds one would not stay true.
             raise SecurityError("a namespace can be neither printed nor part of a value")
         if not isinstance(value, CONTAINERS):
             return ELEMENT
@@ -95,18 +95,18 @@ class Budget:
         return units
 
 
-_current: ContextVar[Budget] = ContextVar("template_budget")
+_current: ContextVar[RenderBudget] = ContextVar("template_budget")
 
 
-def current() -> Budget:
+def current() -> RenderBudget:
     """The budget of the compilation or rendering that runs in this thread."""
     return _current.get()
 
 
 @contextmanager
 def fresh_budget() -> Iterator[None]:
-    """Gives what runs inside a budget of its own."""
-    token = _current.set(Budget())
+    """Gives the block a budget of its own."""
+    token = _current.set(RenderBudget())
     try:
         yield
     finally:

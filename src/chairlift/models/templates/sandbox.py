@@ -1,8 +1,8 @@
-"""A Jinja environment for templates that nobody has read: they come inside model files.
+"""A Jinja environment for untrusted templates: they come inside model files, and nobody has read them.
 
-Jinja's own sandbox keeps a template from Python's internals and from changing its input; it does not keep it from
-running for ever or filling memory. This one does: each compilation and each rendering has a `Budget`, and whatever can
-take long or grow is weighed *before* it runs. Knows nothing of chats.
+Jinja's own sandbox keeps a template from Python's internals and from changing its input. It does not keep a template
+from running for ever or filling memory; this one does. Each compilation and each rendering has a `RenderBudget`, and an
+operation that can take long or grow is weighed *before* it runs. Knows nothing of chats.
 
     where a template could run away            what stops it
     for loops, macros, calls, filters, tests   a tick each; the thread's CPU time is looked at every few ticks
@@ -27,8 +27,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from chairlift.models.sandbox_budget import ELEMENT, MAX_VALUE, TooMuch, current, fresh_budget, text_units
-from chairlift.models.sandbox_filters import (
+from chairlift.models.templates.budget import ELEMENT, MAX_VALUE, TooMuch, current, fresh_budget, text_units
+from chairlift.models.templates.filters import (
     bounded_filters,
     check_bits,
     check_fields,
@@ -43,8 +43,8 @@ _MAX_SOURCE = 256 << 10
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Compiles and renders templates within a budget.
 
-    `globals` beyond Jinja's own are the caller's. Errors are Jinja's, plus `TooMuch`; a rendering may also raise
-    whatever Python raises for a template that adds a number to a string.
+    The caller adds `globals` of its own. Errors are Jinja's and `TooMuch`; a rendering also raises Python's own errors,
+    such as a TypeError for a number added to a string.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -60,14 +60,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def compiled(self, source: str) -> Template:
-        """The template of `source`; raises TemplateSyntaxError or whatever else the compiler cannot take."""
+        """The template of `source`. Raises TemplateSyntaxError, TooMuch, or any error of Jinja's compiler."""
         if len(source) > _MAX_SOURCE:
             raise TooMuch(f"it has {len(source)} characters; the limit is {_MAX_SOURCE}")
         with fresh_budget():
             return self.from_string(_Guards(self).visit(self.parse(source)))
 
     def rendered(self, template: Template, variables: Mapping[str, Any]) -> str:
-        """The output of `template`, which this environment compiled."""
+        """The output of a template that this environment compiled."""
         pieces, num_chars = [], 0
         with fresh_budget():
             for piece in template.generate(variables):
@@ -78,7 +78,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls from templates: macros, functions, and those methods of strings and containers that are bounded."""
+        """A call in a template: a macro, a function, or a bounded method of a string or container."""
         budget = current()
         budget.tick()
         owner = getattr(__obj, "__self__", None)
@@ -121,7 +121,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore, which reach its own workings."""
+    """Jinja's namespace without names that begin with an underscore: those reach its own workings."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *positional = args
@@ -144,12 +144,12 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
 
-# Names that a template cannot write, so that only the guards below refer to these filters.
+# A template cannot write these names, so only the guards below can refer to these filters.
 _EACH, _WEIGHED, _MADE, _JOINED = "guard each", "guard weighed", "guard made", "guard joined"
 
 
 class _Guards(NodeTransformer):
-    """Puts the hidden filters around what the sandbox has no hook for."""
+    """Wraps the syntax for which Jinja's sandbox has no hook in hidden filters."""
 
     def __init__(self, environment: BoundedEnvironment) -> None:
         self._environment = environment
@@ -189,7 +189,7 @@ class _Guards(NodeTransformer):
 
 
 def _each(values: Iterable[Any], num_literal_chars: int) -> Iterator[Any]:
-    """The rounds of a loop, each paying for the text between the tags of its body."""
+    """The values of a loop. Each round is charged for the text between the tags of its body."""
     budget = current()
     for value in values:
         budget.make(num_literal_chars)
@@ -213,13 +213,13 @@ def _joined(values: Sequence[Any]) -> str:
 
 
 def _printed(value: Any) -> str:
-    """What `{{ value }}` prints."""
+    """The text that `{{ value }}` prints."""
     current().make(text_units(value))
     return value if isinstance(value, str) else str(value)
 
 
 def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or test that weighs its arguments and pays for its result; `wraps` keeps Jinja's marks on it."""
+    """The function with its arguments weighed and its result charged; `wraps` keeps Jinja's marks on it."""
 
     @wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:

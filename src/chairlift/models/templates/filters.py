@@ -1,6 +1,6 @@
 """The filters and string methods that templates may use, each bounded by its arguments before it runs.
 
-Whatever is not named here is refused: a template that pads, wraps or prints in another way was not written for a chat.
+Anything that is not named here is refused: chat templates do not pad, wrap or print in other ways.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jinja2 import Environment, nodes, pass_environment, pass_eval_context
 from jinja2.exceptions import SecurityError
 from jinja2.filters import FILTERS
 
-from chairlift.models.sandbox_budget import ELEMENT, TooMuch, current, text_units
+from chairlift.models.templates.budget import ELEMENT, TooMuch, current, text_units
 
 _MAX_ELEMENTS = 128 << 10
 _MAX_INT_BITS = 4096
@@ -32,12 +32,12 @@ _HARMLESS = _words("""
     abs attr capitalize count d default e escape first float forceescape int items last length list lower map reject
     rejectattr reverse safe select selectattr string upper
 """)
-# Those that loop in Python, or sort.
+# Filters that loop in Python, or sort.
 _OF_FEW = _words("dictsort groupby max min sort title unique urlencode")
 
 
 def bounded_filters() -> dict[str, Callable[..., Any]]:
-    """Jinja's filters less those that no chat template needs (wordwrap, xmlattr, random, ...)."""
+    """Jinja's filters without those that no chat template needs (wordwrap, xmlattr, random, ...)."""
     filters: dict[str, Callable[..., Any]] = {name: FILTERS[name] for name in _HARMLESS}
     filters |= {name: _of_few(FILTERS[name]) for name in _OF_FEW}
     filters |= {"center": _center, "format": _format, "indent": _indent, "join": _join, "replace": _replace}
@@ -131,7 +131,7 @@ _PLAIN_METHODS = _words("""
     isnumeric isprintable isspace istitle isupper lower partition removeprefix removesuffix startswith swapcase title
     upper
 """)
-# Those that take the product of both lengths where they search from the right or for any of some characters.
+# Methods that take the product of both lengths when they search from the right or for any of some characters.
 _NEEDLE_METHODS = _words("lstrip rfind rindex rpartition rstrip strip")
 _SPLIT_METHODS = _words("rsplit split splitlines")
 _PADDING_METHODS = _words("center ljust rjust zfill")
@@ -182,7 +182,7 @@ def check_percent(text: str, values: Any) -> None:
 
 
 def check_fields(text: str, num_fields: int, values: Any) -> None:
-    """Takes room for `text` with each of its fields filled by all of `values`, the most that it could be."""
+    """Takes room for the longest result: `text` with all of `values` in each of its fields."""
     current().make(len(text) + num_fields * (text_units(values) + _MAX_PADDING))
 
 

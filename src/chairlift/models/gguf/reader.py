@@ -24,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.errors import ModelFileError
-from chairlift.models.quant import GGML_TYPES
+from chairlift.models.gguf.ggml_types import GGML_TYPES
 from chairlift.models.spec import RawTensor
+from chairlift.text import clip
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -78,23 +79,20 @@ class GGUFFile:
     `metadata` holds ints, floats, bools, strings and lists of them; `tensors` holds zero-copy, read-only views.
     """
 
-    def __init__(self, path: Path, parsed: _Parsed, size_bytes: int) -> None:
+    def __init__(self, path: Path, parsed: _Parsed) -> None:
         self.path = path
-        self.version = parsed.version
         self.metadata = parsed.metadata
         self.tensors = parsed.tensors
-        self.size_bytes = size_bytes
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Maps and checks a file. Raises ModelFileError, and nothing else, for whatever is wrong with it."""
-        mapping = _map(path)
-        return cls(path, _Reader(path, mapping).read(), len(mapping))
+        """Maps and checks a file. Raises ModelFileError, and nothing else, for anything wrong with it."""
+        return cls(path, _Reader(path, _map(path)).read())
 
     def close(self) -> None:
         """Lets go of the tensors; may be called again. `metadata` stays.
 
-        Only the views hold the map, so that it goes with the last of them and never under one.
+        Only the tensors' views hold the map: the system unmaps the file when the last view is gone.
         """
         self.tensors = {}
 
@@ -108,7 +106,6 @@ class GGUFFile:
 
 
 class _Parsed(NamedTuple):
-    version: int
     metadata: dict[str, Any]
     tensors: dict[str, RawTensor]
 
@@ -145,7 +142,7 @@ def _map(path: Path) -> mmap.mmap:
 
 def _shown(text: str) -> str:
     """A name from the file, quoted, escaped and short enough for one line."""
-    return repr(text if len(text) <= 80 else text[:77] + "...")
+    return repr(clip(text, 80))
 
 
 class _Reader:
@@ -161,7 +158,7 @@ class _Reader:
         self._context = ""
 
     def read(self) -> _Parsed:
-        version = self._version()
+        self._check_version()
         num_tensors = self._count("tensors", _MIN_TENSOR_BYTES)
         num_pairs = self._count("key/value pairs", _MIN_PAIR_BYTES)
         metadata: dict[str, Any] = {}
@@ -171,13 +168,13 @@ class _Reader:
         infos: dict[str, _TensorInfo] = {}
         for index in range(num_tensors):
             self._tensor_info(index, infos)
-        return _Parsed(version, metadata, self._place(infos, alignment))
+        return _Parsed(metadata, self._place(infos, alignment))
 
     def _fail(self, what: str, at: int | None = None, *, hint: str = "") -> ModelFileError:
         message = f"{self._context}: {what}" if self._context else what
         return ModelFileError(str(self._path), message, offset=self._at if at is None else at, hint=hint)
 
-    def _version(self) -> int:
+    def _check_version(self) -> None:
         start = self._map[:32]
         if start[:4] != MAGIC:
             for prefix, name in _FOREIGN:
@@ -195,7 +192,6 @@ class _Reader:
         if version not in VERSIONS:
             raise self._fail(f"is GGUF version {version}; versions 2 and 3 are read", 4)
         self._at = 8
-        return version
 
     def _need(self, num_bytes: int, what: str) -> int:
         """Checks that so many bytes are left in the header; gives where they begin and moves past them."""

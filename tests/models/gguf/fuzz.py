@@ -1,8 +1,8 @@
 """Mutates a real GGUF header and checks that the reader answers each one with a file or with one clear error.
 
-`test_gguf.py` runs a bounded part of this; as long as told:
+`test_reader.py` runs a bounded part of this; as long as told:
 
-    PYTHONPATH=tests python -m models.fuzz_gguf --seconds N [--seed S]
+    PYTHONPATH=tests python -m models.gguf.fuzz --seconds N [--seed S]
 """
 
 from __future__ import annotations

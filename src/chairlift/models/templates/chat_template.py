@@ -1,9 +1,9 @@
-"""Chat templates: a list of messages to the text that the model was trained to see.
+"""Renders a chat template: a list of messages becomes the text that the model was trained on.
 
-Owns what templates expect to find (names, functions, tags) and how their failures reach a client. What keeps a hostile
-template in bounds is `sandbox`; which tokens the text becomes is `tokenizer`.
+Owns the names, functions and tags that templates expect, and the errors that reach a client. `sandbox.py` keeps a
+hostile template in bounds; `models/tokenizer.py` turns the text into tokens.
 
-A model without a template is not given one: nobody knows which text it was trained on. Completions work without.
+A model without a template gets none: its training text is unknown. Completions work without one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from chairlift.errors import ModelError, RequestError
-from chairlift.models.sandbox import BoundedEnvironment
-from chairlift.models.sandbox_budget import TooMuch
+from chairlift.models.templates.budget import TooMuch
+from chairlift.models.templates.sandbox import BoundedEnvironment
+from chairlift.text import clip
 
 _MAX_MESSAGE_CHARS = 500
 
@@ -27,9 +28,9 @@ _MAX_MESSAGE_CHARS = 500
 class ChatTemplate:
     """A compiled chat template; any number of threads may render it at once.
 
-    `tokenizer_specials` are the names that a template may write for control tokens (`bos_token`, `eos_token`, ...), as
-    `Tokenizer.special_tokens` has them. `now` is the clock behind `strftime_now`. `source` is the template's text.
-    Raises ModelError for a template that does not compile.
+    `source` is the template's text. `tokenizer_specials` maps the names of control tokens that a template may use
+    (`bos_token`, `eos_token`, ...) to their text, as `Tokenizer.special_tokens` does. `now` is the clock behind
+    `strftime_now`. Raises ModelError for a template that does not compile.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages`; `kwargs` are further variables for the template and win over control tokens.
 
-        Raises RequestError with the template's own words where it refuses the messages, and likewise where it cannot
-        handle them or asks for more time or memory than `sandbox` grants.
+        Raises RequestError when the template refuses the messages (with its own words), fails on them, or asks for more
+        time or memory than the sandbox grants.
         """
         variables = self._specials | kwargs
         variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
@@ -78,7 +79,7 @@ class ChatTemplate:
 
 
 class _Refusal(TemplateError):
-    """What `raise_exception` raises: the template itself refuses these messages."""
+    """Raised by `raise_exception`: the template itself refuses these messages."""
 
 
 def _raise_exception(message: object) -> None:
@@ -106,7 +107,6 @@ class _GenerationTag(Extension):
 
 
 def _text_of(error: Exception) -> str:
-    """One line of an error; of Jinja's own only the message, since their `str` quotes the template."""
+    """The error in one line. Jinja's errors give their message only, since their `str` quotes the template."""
     text = (error.message if isinstance(error, TemplateError) else str(error)) or type(error).__name__
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_MESSAGE_CHARS else text[: _MAX_MESSAGE_CHARS - 3] + "..."
+    return clip(" ".join(text.split()), _MAX_MESSAGE_CHARS)

@@ -1,0 +1,1 @@
+"""Chat templates: rendering, and the sandbox that keeps a hostile one in bounds."""
