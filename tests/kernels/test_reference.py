@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import EngineError
-from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec
+from chairlift.kernels.backend import BLOCK_SIZE, KVDtype, KVLayout, LoadSpec
 from chairlift.kernels.ops import F32, StepArrays
 from chairlift.kernels.reference import (
     Cache,
@@ -32,7 +32,7 @@ from chairlift.models.gguf import GGUFFile
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 from conftest import TinyGGUF
 from support import tiny_gguf as tiny
-from support.step_arrays import BLOCK_SIZE, Part, make_step
+from support.step_arrays import Part, make_step
 from support.weight_encoders import ENCODERS
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]

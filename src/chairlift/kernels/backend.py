@@ -14,13 +14,16 @@ from chairlift.models.spec import ModelSpec, RawTensor
 
 KVDtype = Literal["bf16", "int8"]
 
+BLOCK_SIZE = 16
+"""Tokens of a KV block."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The one pool: `num_blocks` blocks of `block_size` tokens over all layers, allocated and prefaulted once."""
 
     num_blocks: int
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     dtype: KVDtype = "bf16"
 
 

@@ -10,14 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 
 from chairlift import _native
 from chairlift.errors import ConfigError, DoesNotFit, EngineError, ModelError
 from chairlift.kernels import record
-from chairlift.kernels.backend import LoadSpec
+from chairlift.kernels.backend import BLOCK_SIZE, LoadSpec
 from chairlift.kernels.ops import MAX_TOP, SAMPLE_DTYPE, LogitResult, StepArrays
 from chairlift.kernels.record import Node, Value, WeightKinds
 from chairlift.kernels.rounding import ActivationBits, DType, input_dtype
@@ -28,7 +27,6 @@ Lanes = tuple[int, int, int]
 """Buffer, first lane, number of lanes."""
 
 NOTHING: Lanes = (-1, 0, 0)
-BLOCK_SIZE = 16
 
 
 def available_isas() -> list[str]:
@@ -61,13 +59,11 @@ class NativeBackend:
         Raises ModelError for a shape or type that the core does not take, DoesNotFit when memory is refused.
         """
         spec, kv = load.spec, load.kv
-        layer = spec.layers[0]
-        if any(replace(other, rope=layer.rope) != layer for other in spec.layers):
-            raise ModelError(f"{spec.name} has layers of different kinds, which the native core does not take")
-        if layer.value_dim != layer.head_dim:
-            raise ModelError(
-                f"value heads of {layer.value_dim} lanes beside query heads of {layer.head_dim} are not supported"
-            )
+        for layer in spec.layers:
+            if layer.value_dim != layer.head_dim:
+                raise ModelError(
+                    f"value heads of {layer.value_dim} lanes beside query heads of {layer.head_dim} are not supported"
+                )
         if kv.block_size != BLOCK_SIZE:
             raise ConfigError(f"the native core's KV blocks hold {BLOCK_SIZE} tokens, not {kv.block_size}")
         recorder = record.Recorder(spec)
@@ -75,13 +71,13 @@ class NativeBackend:
         with _errors_in_words(spec):
             start_s = time.perf_counter()
             pool = _native.Pool(self.threads)
-            sizes = (spec.num_layers, kv.num_blocks, layer.num_kv_heads, layer.head_dim)
-            cache = _native.make_cache(kv.dtype, sizes, pool)
+            shapes = [(layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
+            cache = _native.make_cache(kv.dtype, kv.num_blocks, shapes, pool)
             cached_s = time.perf_counter()
-            program = _native.Program(self.isa, pool, cache, load.max_rows, spec.vocab_size)
+            recording = _native.Recording(self.isa, pool, cache, load.max_rows, spec.vocab_size)
             kinds = weight_kinds(self.activation_bits)
-            Emitter(program, pool, kinds).emit(record.fuse(recorder.nodes, kinds))
-            program.finish()
+            Emitter(recording, pool, kinds).emit(record.fuse(recorder.nodes, kinds))
+            program = recording.finish()
         load_s = {"KV": cached_s - start_s, "weights": time.perf_counter() - cached_s}
         return NativeModel(program, cache, spec.vocab_size, load_s)
 
@@ -190,28 +186,27 @@ class Buffers:
 class Emitter:
     """Writes fused nodes into a Program, packing each weight as it is first needed."""
 
-    def __init__(self, program: _native.Program, pool: _native.Pool, kinds: WeightKinds) -> None:
-        self._program = program
+    def __init__(self, recording: _native.Recording, pool: _native.Pool, kinds: WeightKinds) -> None:
+        self._recording = recording
         self._pool = pool
         self._kinds = kinds
         self._matrices: dict[tuple[int, ...], int] = {}
         self._vectors: dict[tuple[int, ...], int] = {}
-        self._ropes: dict[RopeSpec, int] = {}
         self._emit: dict[record.Kind, Callable[[Node, list[Lanes], Lanes], None]] = {
             "embed": self._embed,
             "rms_norm": self._rms_norm,
-            "quantise": lambda _, inputs, out: program.quantise(inputs[0], out),
+            "quantise": lambda _, inputs, out: recording.record("quantise", x=inputs[0], out=out),
             "linear": self._linear,
             "rope": self._rope,
             "attend": self._attend,
-            "swiglu": lambda _, inputs, out: program.swiglu(inputs[0], inputs[1], out),
-            "add": lambda _, inputs, out: program.add(inputs[0], inputs[1], out),
+            "swiglu": self._swiglu,
+            "add": lambda _, inputs, out: recording.record("add", a=inputs[0], b=inputs[1], out=out),
             "logits": self._logits,
         }
 
     def emit(self, nodes: Sequence[Node]) -> None:
         """All nodes, in order."""
-        buffers = Buffers(self._program.add_buffer, nodes)
+        buffers = Buffers(self._recording.add_buffer, nodes)
         for at, node in enumerate(nodes):
             inputs = [buffers.lanes(value) for value in node.reads()]
             out = NOTHING if node.kind == "logits" else place_output(buffers, node, at)
@@ -219,32 +214,41 @@ class Emitter:
             buffers.release(node.reads(), at)
 
     def _embed(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
-        self._program.embed(self._matrix(node.weights), out)
+        self._recording.record("embed", table=self._matrix(node.weights), out=out)
 
     def _rms_norm(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
-        self._program.rms_norm(inputs[0], self._vector(node.weights), node.eps, out)
+        self._recording.record("rms_norm", x=inputs[0], weight=self._vector(node.weights), eps=node.eps, out=out)
 
     def _linear(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
-        bias = self._vector(node.biases) if node.biases else -1
-        residual = NOTHING if node.residual is None else inputs[1]
-        self._program.matmul(inputs[0], self._matrix(node.weights), bias, residual, out)
+        extra: dict[str, _native.Operand] = {}
+        if node.biases:
+            extra["bias"] = self._vector(node.biases)
+        if node.residual is not None:
+            extra["residual"] = inputs[1]
+        self._recording.record("linear", x=inputs[0], matrix=self._matrix(node.weights), out=out, **extra)
 
     def _rope(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
-        assert node.rope is not None
-        if node.rope not in self._ropes:
-            interleaved = node.rope.style == "interleaved"
-            self._ropes[node.rope] = self._program.add_rope(rope_frequencies(node.rope), interleaved)
-        self._program.rope(inputs[0], self._ropes[node.rope], out)
+        rope = node.rope
+        assert rope is not None
+        turns: dict[str, _native.Operand] = {"frequencies": rope_frequencies(rope), "style": rope.style}
+        self._recording.record("rope", x=inputs[0], head_dim=node.head_dim, out=out, **turns)
 
     def _attend(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
         queries, keys, values = inputs
-        self._program.write_kv(keys, values, node.layer)
-        self._program.attend(queries, node.layer, out)
+        scale = float(np.float32(1) / np.sqrt(np.float32(node.head_dim)))
+        self._recording.record("write_kv", keys=keys, values=values, layer=node.layer)
+        self._recording.record("attend", queries=queries, layer=node.layer, scale=scale, out=out)
+
+    def _swiglu(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
+        self._recording.record("gated", gate=inputs[0], up=inputs[1], activation="silu", out=out)
 
     def _logits(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
-        norm = self._vector(node.weights[1:]) if len(node.weights) > 1 else -1
+        norm: dict[str, _native.Operand] = {}
+        if len(node.weights) > 1:
+            norm = {"norm": self._vector(node.weights[1:]), "eps": node.eps}
         head = node.weights[0]
-        self._program.logits(inputs[0], norm, node.eps, self._matrix([head]), self._kinds.input_dtype(head))
+        dtype = self._kinds.input_dtype(head)
+        self._recording.record("logits", x=inputs[0], matrix=self._matrix([head]), input=dtype, **norm)
 
     def _matrix(self, tensors: Sequence[RawTensor]) -> int:
         """The packed matrix of tensors stacked by rows; the same tensors give the same one (tied embeddings)."""
@@ -256,7 +260,7 @@ class Emitter:
                 packed = _native.pack(parts, tensors[0].shape[1], self._pool, mapped)
             except ValueError as error:
                 raise ModelError(f"tensor {tensors[0].name!r} cannot be packed: {error}") from error
-            self._matrices[key] = self._program.add_matrix(packed)
+            self._matrices[key] = self._recording.add_matrix(packed)
         return self._matrices[key]
 
     def _vector(self, tensors: Sequence[RawTensor]) -> int:
@@ -264,7 +268,7 @@ class Emitter:
         key = tuple(id(tensor) for tensor in tensors)
         if key not in self._vectors:
             values = np.concatenate([quant.dequantise(tensor).reshape(-1) for tensor in tensors])
-            self._vectors[key] = self._program.add_vector(values.tolist())
+            self._vectors[key] = self._recording.add_vector(values.tolist())
         return self._vectors[key]
 
 

@@ -106,7 +106,7 @@ class Recorder:
         """Writes k and v into the cache, then attention over it."""
         spec = self._spec.layers[layer]
         node = self._add("attend", [q, k, v], spec.num_heads * spec.value_dim)
-        node.layer = layer
+        node.layer, node.head_dim = layer, spec.head_dim
         return node.outputs[0]
 
     def swiglu(self, gate: Value, up: Value) -> Value:

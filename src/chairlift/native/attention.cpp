@@ -200,7 +200,7 @@ void attend_split(const AttendTask& task, int split, float* part) {
 
 void join(const AttendTask& task, const float* parts) {
     alignas(kLineBytes) float first[kMaxPartFloats];
-    const size_t floats = part_floats(*task.shape, num_queries(task));
+    const size_t floats = part_floats(task.shape->head_dim, num_queries(task));
     memcpy(first, parts, sizeof(float) * floats);
     const State<float> whole(first, task);
     for (int split = 1; split < num_splits(task); ++split) {

@@ -35,7 +35,7 @@ static constexpr size_t kCacheSlackBytes = 64;
 
 enum class KVType { bf16, int8 };
 
-// Sizes and offsets of one layer's cache; the same for all layers. Made by kv_shape() in kv.h.
+// Sizes and offsets of one layer's cache. Made by kv_shape() in kv.h.
 struct KVShape {
     KVType type;
     int num_kv_heads;
@@ -76,8 +76,8 @@ static inline int num_splits(const AttendTask& task) {
 }
 
 // Floats that a split of a task of so many queries leaves: maximum and sum of each, and its weighted sum of the values.
-static inline size_t part_floats(const KVShape& shape, int num_queries) {
-    return static_cast<size_t>(num_queries) * (2 + (static_cast<size_t>(shape.head_dim) + 15) / 16 * 16);
+static inline size_t part_floats(int head_dim, int num_queries) {
+    return static_cast<size_t>(num_queries) * (2 + (static_cast<size_t>(head_dim) + 15) / 16 * 16);
 }
 
 struct AttentionKernels {
