@@ -156,7 +156,7 @@ def test_a_program_is_checked_as_it_is_recorded() -> None:
         (lambda: record("add", a=(0, 1, 64), b=wide, out=wide), "beyond the buffer"),
         (lambda: record("add", a=(9, 0, 64), b=wide, out=wide), "no such buffer"),
         (lambda: record("gated", gate=rounded, up=wide, activation="silu", out=wide), "f32 lanes"),
-        (lambda: record("gated", gate=wide, up=wide, activation="tanh", out=wide), "no such activation"),
+        (lambda: record("gated", gate=wide, up=wide, activation="tanh", out=wide), "no activation tanh"),
         (lambda: record("quantise", x=wide, out=wide), "not rounded"),
         (lambda: record("rms_norm", x=narrow, weight=vector, eps=1e-5, out=narrow), "does not divide"),
         (lambda: record("rms_norm", x=wide, weight=7, eps=1e-5, out=wide), "no such vector"),

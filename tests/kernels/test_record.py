@@ -155,7 +155,7 @@ def test_a_value_is_rounded_to_what_each_product_asks_for() -> None:
     x = recorder.rms_norm(recorder.embed(weight((50, 64))), weight((64,), "F32"), 1e-5)
     query = recorder.linear(x, weight((64, 64), name="attn_q.weight"))
     up, gate = recorder.linear(x, weight((64, 64))), recorder.linear(x, weight((64, 64), name="ffn_gate.weight"))
-    recorder.logits(recorder.add(query, recorder.swiglu(gate, up)), weight((50, 64)))
+    recorder.logits(recorder.add(query, recorder.gated(gate, up, "silu")), weight((50, 64)))
     nodes = fuse(recorder.nodes, KINDS)
     products = ["quantise'", "linear1", 'quantise"', "linear2", "gated", "add"]
     assert described(nodes) == ["embed", "rms_norm", *products, "logits"]

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from chairlift.errors import ModelError
-from chairlift.kernels.rounding import DType
+from chairlift.kernels.ops import Activation
+from chairlift.kernels.rounding import DType, score_scale
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
 if TYPE_CHECKING:
@@ -157,19 +156,28 @@ class Attend(Node):
 
     layer: int
     scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: RawTensor | None = None
 
     def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
         """Two ops of native/ops/attend.cpp: all keys and values of the step are written before any is read."""
         queries, keys, values = inputs
         to.record("write_kv", keys=keys, values=values, layer=self.layer)
-        to.record("attend", queries=queries, layer=self.layer, scale=self.scale, out=out)
+        asked = {
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": None if self.sinks is None else to.vector([self.sinks]),
+        }
+        optional: dict[str, Operand] = {name: value for name, value in asked.items() if value is not None}
+        to.record("attend", queries=queries, layer=self.layer, scale=score_scale(self.scale), out=out, **optional)
 
 
 @dataclass(eq=False, slots=True)
 class Gated(Node):
     """activation(gate) * up."""
 
-    activation: str
+    activation: Activation
 
     def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
         """As native/ops/gated.cpp takes it."""
@@ -251,15 +259,26 @@ class Recorder:
         """Appends a Rope."""
         return self._made_by(Rope([x], [Value(x.width)], rope, head_dim))
 
-    def attend(self, q: Value, k: Value, v: Value, layer: int) -> Value:
+    def attend(  # noqa: PLR0913 - all that models ask of attention
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: RawTensor | None = None,
+    ) -> Value:
         """Appends an Attend."""
         spec = self._spec.layers[layer]
-        scale = float(np.float32(1) / np.sqrt(np.float32(spec.head_dim)))
-        return self._made_by(Attend([q, k, v], [Value(spec.num_heads * spec.value_dim)], layer, scale))
+        out = Value(spec.num_heads * spec.value_dim)
+        return self._made_by(Attend([q, k, v], [out], layer, scale, window, softcap, sinks))
 
-    def swiglu(self, gate: Value, up: Value) -> Value:
+    def gated(self, gate: Value, up: Value, activation: Activation) -> Value:
         """Appends a Gated."""
-        return self._made_by(Gated([gate, up], [Value(gate.width)], "silu"))
+        return self._made_by(Gated([gate, up], [Value(gate.width)], activation))
 
     def add(self, a: Value, b: Value) -> Value:
         """Appends an Add."""

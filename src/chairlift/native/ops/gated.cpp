@@ -9,10 +9,11 @@ class Gated final : public Op {
 public:
     Gated(Operands& operands, Recording& recording)
         : Op({operands.lanes("gate"), operands.lanes("up")}, operands.lanes("out")),
-          kernel_(pair_by_name(recording.kernels().elementwise, operands.text("activation").c_str())) {}
+          activation_(operands.text("activation")),
+          kernel_(pair_by_name(recording.kernels().elementwise, activation_.c_str())) {}
 
     void check(const Recording& recording) const override {
-        need(kernel_ != nullptr, "there is no such activation");
+        need(kernel_ != nullptr, ("there is no activation " + activation_).c_str());
         recording.arena().check_f32(gate(), gate().width);
         recording.arena().check_f32(up(), gate().width);
         recording.arena().check_width(out(), gate().width);
@@ -34,6 +35,7 @@ private:
     Lanes gate() const { return inputs()[0]; }
     Lanes up() const { return inputs()[1]; }
 
+    std::string activation_;
     PairFn kernel_;
 };
 

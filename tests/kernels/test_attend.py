@@ -1,0 +1,104 @@
+"""What models ask of attention beside a scale: against a plain softmax in float64, and the laws bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from chairlift.errors import ModelError
+from chairlift.kernels.backend import Backend, KVDtype, KVLayout, LoadSpec, Model
+from chairlift.kernels.native import NativeBackend
+from chairlift.kernels.ops import F32
+from chairlift.kernels.reference import ReferenceBackend
+from chairlift.kernels.rounding import score_scale
+from chairlift.models.spec import LayerSpec, ModelSpec, RawTensor, RopeSpec
+from support.tiny_native import tokens_of, whole
+
+VOCAB = 256
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
+WIDTHS = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+SCALE = 0.3
+KV_DTYPES: list[KVDtype] = ["bf16", "int8"]
+NUM_BLOCKS = 100
+SINKS = np.linspace(-2, 3, HEADS, dtype=np.float32)
+
+
+def raw(name: str, array: F32) -> RawTensor:
+    return RawTensor(name, array.shape, "F32", np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+
+
+def tables() -> dict[str, F32]:
+    """A row of queries, keys and values for each token."""
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal((VOCAB, width)).astype(np.float32) for name, width in WIDTHS.items()}
+
+
+def load(backend: Backend, kv: KVDtype = "bf16", rows: int = 64, **asked: Any) -> Model:
+    """One attention as a model: the first lanes of its output are the logits. `asked` are attend's own arguments."""
+    unit = np.zeros((VOCAB, WIDTHS["q"]), np.float32)
+    np.fill_diagonal(unit, 1)
+    tensors = {name: raw(name, table) for name, table in tables().items()}
+    tensors |= {"head": raw("head", unit), "sinks": raw("sinks", SINKS)}
+
+    def forward(ops: Any, spec: ModelSpec, weights: Any) -> Any:
+        q, k, v = (ops.embed(weights[name]) for name in "qkv")
+        given = {name: weights["sinks"] if name == "sinks" else value for name, value in asked.items()}
+        return ops.logits(ops.attend(q, k, v, 0, scale=SCALE, **given), weights["head"])
+
+    layer = LayerSpec(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, RopeSpec(HEAD_DIM))
+    spec = ModelSpec("attend", "attend", WIDTHS["q"], 32, VOCAB, 4096, 1e-5, (layer,))
+    return backend.load(LoadSpec(spec, forward, tensors, KVLayout(NUM_BLOCKS, dtype=kv), rows))
+
+
+def exact(tokens: Sequence[int], window: int | None = None, softcap: float | None = None, sinks: bool = False) -> Any:
+    """The same in float64 on unrounded keys and values, (rows, query lanes)."""
+    q, k, v = (table[list(tokens)].astype(np.float64) for table in tables().values())
+    q, k, v = (x.reshape(len(tokens), -1, HEAD_DIM) for x in (q, k, v))
+    out: npt.NDArray[np.float64] = np.empty_like(q)
+    at = np.arange(len(tokens))
+    seen = (at[None] <= at[:, None]) & (at[None] > at[:, None] - (window or len(tokens)))
+    for head in range(HEADS):
+        group = head // (HEADS // KV_HEADS)
+        scores = q[:, head] @ k[:, group].T * SCALE
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+        weights = np.where(seen, np.exp(scores), 0)
+        total = weights.sum(axis=1) + (np.exp(float(SINKS[head])) if sinks else 0)
+        out[:, head] = weights @ v[:, group] / total[:, None]
+    return out.reshape(len(tokens), -1)
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "both": {"softcap": 0.8, "sinks": True},
+}
+NATIVE: dict[str, dict[str, Any]] = {}
+"""Those of ASKED that the core computes."""
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize("name", ASKED)
+def test_attention_is_a_plain_softmax(name: str, kv: KVDtype) -> None:
+    """A parameter that is applied in other units, on the wrong side of the scale, or not at all."""
+    tokens, asked = tokens_of(1, 60), ASKED[name]
+    expected = exact(tokens, **asked)
+    got = whole(load(ReferenceBackend(), kv, **asked), tokens, range(4))[:, : WIDTHS["q"]]
+    assert np.abs(got - expected).max() < (0.03 if kv == "bf16" else 0.1)
+    assert np.abs(exact(tokens) - expected).max() > 0.3
+
+
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_what_the_core_does_not_compute_is_refused(name: str) -> None:
+    """A parameter accepted and ignored: another model's answers."""
+    with pytest.raises(ModelError, match=f"attend has no operand {name}"):
+        load(NativeBackend(), **ASKED[name])
+
+
+def test_a_scale_is_the_inverse_of_a_root() -> None:
+    """A model's scale rounded otherwise than the square root of its head size: the last bit of every score."""
+    for head_dim in range(8, 1025, 8):
+        assert score_scale(head_dim**-0.5) == np.float32(1) / np.sqrt(np.float32(head_dim))
