@@ -21,8 +21,9 @@ F32 = npt.NDArray[np.float32]
 MAX_TOP = 20
 """Alternatives per row that a step can report."""
 
-Activation = Literal["silu"]
-"""Of a gate g: "silu" is g / (1 + exp(-g))."""
+Activation = Literal["silu", "gelu_tanh"]
+"""Of a gate g: "silu" is g / (1 + exp(-g)); "gelu_tanh" is g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3)))
+(Hendrycks and Gimpel 2016)."""
 
 X = TypeVar("X")
 """Activations, (rows, width): an array for the reference, a buffer symbol for the recorder."""

@@ -284,7 +284,14 @@ def silu(x: F32) -> F32:
     return y
 
 
-ACTIVATIONS: Mapping[Activation, Callable[[F32], F32]] = {"silu": silu}
+def gelu_tanh(x: F32) -> F32:
+    """x / 2 * (1 + tanh(u)), written as x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 x^3)."""
+    cubic = x * (np.float32(1) + np.float32(0.044715) * x * x)
+    y: F32 = x / (np.exp(np.float32(-2 * np.sqrt(2 / np.pi)) * cubic) + 1)
+    return y
+
+
+ACTIVATIONS: Mapping[Activation, Callable[[F32], F32]] = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
 def float_linear(x: F32, weight: F32) -> F32:

@@ -121,6 +121,17 @@ void gate_silu(const float* gate, const float* up, int n, float* out) {
     }
 }
 
+// gate / (1 + exp(-2 sqrt(2 / pi) (gate + 0.044715 gate^3))) * up.
+void gate_gelu_tanh(const float* gate, const float* up, int n, float* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const int left = lanes_left(n, i);
+        const Vec g = load(gate + i, left);
+        const Vec cubic = g * fma(g * g, splat(0.044715F), splat(1.0F));
+        const Vec gelu = g / (splat(1.0F) + exp(cubic * splat(-1.59576912F)));
+        store(out + i, gelu * load(up + i, left), left);
+    }
+}
+
 void add(const float* a, const float* b, int n, float* out) {
     for (int i = 0; i < n; i += kLanes) {
         const int left = lanes_left(n, i);
@@ -166,6 +177,7 @@ void rope(const float* x, const RopeRow& rope, float* out) {
 
 static constexpr NamedPairFn pairs[] = {
     {"add", add},
+    {"gelu_tanh", gate_gelu_tanh},
     {"silu", gate_silu},
     {nullptr, nullptr},
 };
