@@ -247,7 +247,7 @@ void attend_once(const Kernels& kernels, KVType type, int longest, Random& rando
         std::vector<float> out(static_cast<size_t>(count * stride));
         const AttendTask task{&sequence.shape, sequence.layer.data(), sequence.blocks.data(), shape.num_kv_heads - 1,
                               group, count, length - rows + first, queries.data() + first * stride, stride, out.data(),
-                              stride, 1.0F / std::sqrt(static_cast<float>(head_dim))};
+                              stride, {1.0F / std::sqrt(static_cast<float>(head_dim))}};
         kernels.attention.attend(task);
         const std::vector<float> split = attend_in_splits(kernels.attention, task, out.size());
         CHECK(std::memcmp(split.data(), out.data(), sizeof(float) * out.size()) == 0);

@@ -46,6 +46,20 @@ struct KVShape {
     size_t block_bytes;   // all KV heads of a block
 };
 
+// What a layer asks of attention; the same in every step.
+struct AttendParams {
+    float scale;  // of scores
+
+    bool operator==(const AttendParams&) const = default;
+};
+
+// The first position that a row at `position` reads, and how many splits of positions rows from there on read.
+static inline int first_read(const AttendParams&, int) { return 0; }
+static inline int num_splits(const AttendParams& params, int position, int num_rows) {
+    const int first = first_read(params, position) / kSplitPositions;
+    return (position + num_rows + kSplitPositions - 1) / kSplitPositions - first;
+}
+
 // One token's keys and values, to be rounded into `slot` = block * 16 + offset.
 struct KVWrite {
     const KVShape* shape;
@@ -68,11 +82,11 @@ struct AttendTask {
     int64_t query_stride;   // floats from a row to the next
     float* out;             // as queries
     int64_t out_stride;
-    float scale;            // head_dim ** -0.5
+    AttendParams params;
 };
 
 static inline int num_splits(const AttendTask& task) {
-    return (task.first_position + task.num_rows + kSplitPositions - 1) / kSplitPositions;
+    return num_splits(task.params, task.first_position, task.num_rows);
 }
 
 // Floats that a split of a task of so many queries leaves: maximum and sum of each, and its weighted sum of the values.
@@ -83,8 +97,8 @@ static inline size_t part_floats(int head_dim, int num_queries) {
 struct AttentionKernels {
     void (*write)(const KVWrite& write);
     void (*attend)(const AttendTask& task);
-    // The same in pieces, on any threads: each of the num_splits(task) splits into part_floats() of its own, in any order;
-    // then all parts, which lie one after the other, into the rows' outputs.
+    // The same split by split, on any threads and in any order: each of the num_splits(task) that are read into part_floats()
+    // of its own; then all parts, which lie one after the other, into the rows' outputs.
     void (*attend_split)(const AttendTask& task, int split, float* part);
     void (*join)(const AttendTask& task, const float* parts);
 };

@@ -40,8 +40,9 @@ void AttentionSchedule::make_tasks(const Step& step) {
             for (int head = 0; head < group; head += heads) {
                 AttentionTask task{row, std::min(rows, end - row), head, std::min(heads, group - head), 0, 0, 0};
                 task.table_start = step.table_starts[sequence];
-                const int64_t positions = step.positions[static_cast<size_t>(row)] + task.num_rows;
-                task.num_splits = static_cast<int>((positions + kSplitPositions - 1) / kSplitPositions);
+                const int first = step.positions[static_cast<size_t>(row)];
+                const int64_t positions = first + task.num_rows - first_read(geometry_.params, first);
+                task.num_splits = num_splits(geometry_.params, first, task.num_rows);
                 task.work = 2 * positions * task.num_rows * task.num_heads * geometry_.head_dim;
                 tasks_.push_back(task);
             }

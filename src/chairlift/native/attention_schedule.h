@@ -20,6 +20,7 @@ struct AttentionGeometry {
     int num_kv_heads;
     int group;  // query heads per KV head
     int head_dim;
+    AttendParams params;
 
     bool operator==(const AttentionGeometry&) const = default;
 };

@@ -44,11 +44,11 @@ public:
         : Op({operands.lanes("queries")}, operands.lanes("out")),
           cache_(recording.cache()),
           layer_(operands.integer("layer")),
-          scale_(operands.real("scale")) {
+          params_{.scale = operands.real("scale")} {
         need(cache_->has_layer(layer_), "there is no such layer in the KV cache");
         const int group_width = shape().num_kv_heads * shape().head_dim;
         need(queries().width > 0 && queries().width % group_width == 0, "query heads do not divide among the KV heads");
-        const AttentionGeometry geometry{shape().num_kv_heads, queries().width / group_width, shape().head_dim};
+        const AttentionGeometry geometry{shape().num_kv_heads, queries().width / group_width, shape().head_dim, params_};
         schedule_ = recording.share_state<AttentionSchedule>(geometry);
     }
 
@@ -85,13 +85,13 @@ private:
             .query_stride = at.arena.stride(queries()),
             .out = at.arena.f32(out(), task.row) + lane,
             .out_stride = at.arena.stride(out()),
-            .scale = scale_,
+            .params = params_,
         };
     }
 
     std::shared_ptr<KVCache> cache_;
     int layer_;
-    float scale_;
+    AttendParams params_;
     std::shared_ptr<AttentionSchedule> schedule_;
 };
 
