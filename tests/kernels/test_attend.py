@@ -11,12 +11,13 @@ import pytest
 
 from chairlift.errors import ModelError
 from chairlift.kernels.backend import Backend, KVDtype, KVLayout, LoadSpec, Model
-from chairlift.kernels.native import NativeBackend
+from chairlift.kernels.native import NativeBackend, available_isas
 from chairlift.kernels.ops import F32
 from chairlift.kernels.reference import ReferenceBackend
 from chairlift.kernels.rounding import score_scale
 from chairlift.models.spec import LayerSpec, ModelSpec, RawTensor, RopeSpec
-from support.tiny_native import tokens_of, whole
+from support.step_arrays import Part
+from support.tiny_native import in_chunks, logits_of, tokens_of, whole
 
 VOCAB = 256
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
@@ -72,12 +73,15 @@ def exact(tokens: Sequence[int], window: int | None = None, softcap: float | Non
 
 
 ASKED: dict[str, dict[str, Any]] = {
+    "window": {"window": 7},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True},
     "both": {"softcap": 0.8, "sinks": True},
 }
-NATIVE: dict[str, dict[str, Any]] = {}
+NATIVE = ["window"]
 """Those of ASKED that the core computes."""
+WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 100, 511, 512, 513, 700, 5000]
+LONG = 1300
 
 
 @pytest.mark.parametrize("kv", KV_DTYPES)
@@ -88,6 +92,10 @@ def test_attention_is_a_plain_softmax(name: str, kv: KVDtype) -> None:
     expected = exact(tokens, **asked)
     got = whole(load(ReferenceBackend(), kv, **asked), tokens, range(4))[:, : WIDTHS["q"]]
     assert np.abs(got - expected).max() < (0.03 if kv == "bf16" else 0.1)
+    for isa in available_isas() if name in NATIVE else ():
+        native = whole(load(NativeBackend(isa, threads=2), kv, **asked), tokens, range(4))[:, : WIDTHS["q"]]
+        assert np.abs(native - got).max() < (0.01 if kv == "bf16" else 0.03)
+        assert np.median(np.abs(native - got)) < 1e-6
     assert np.abs(exact(tokens) - expected).max() > 0.3
 
 
@@ -96,6 +104,52 @@ def test_what_the_core_does_not_compute_is_refused(name: str) -> None:
     """A parameter accepted and ignored: another model's answers."""
     with pytest.raises(ModelError, match=f"attend has no operand {name}"):
         load(NativeBackend(), **ASKED[name])
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_a_window_of_everything_is_no_window(kv: KVDtype) -> None:
+    """A window that is counted from another end, or that changes a bit where it hides nothing."""
+    tokens = tokens_of(2, 60)
+    backends: list[Backend] = [ReferenceBackend(), *(NativeBackend(isa, threads=2) for isa in available_isas())]
+    for backend in backends:
+        plain = whole(load(backend, kv), tokens, range(4))
+        assert (whole(load(backend, kv, window=60), tokens, range(4)) == plain).all()
+        assert (whole(load(backend, kv, window=59), tokens, range(4)) == plain).all(axis=1).sum() == 59
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("isa", available_isas())
+def test_windows_keep_the_laws(isa: str, window: int, kv: KVDtype) -> None:
+    """A row whose tiles or splits depend on its neighbours' windows, on the chunk, or on which threads share them."""
+    tokens, table = tokens_of(3, LONG), list(range(NUM_BLOCKS))[::-1][: -(-LONG // 16)]
+    model = load(NativeBackend(isa, threads=3), kv, rows=LONG, window=window)
+    at_once = whole(model, tokens, table)
+    assert np.isfinite(at_once).all()
+    single = load(NativeBackend(isa), kv, rows=LONG, window=window)
+    assert (in_chunks(single, tokens, table, [500, 1, 60, 3, 1, 130, 5, 600]) == at_once).all()
+    late = [1299, 1298, 1290, 1100, 1024, 1023, 700, 577, 576, 575, 512, 511, 64, 63, 0]
+    for row in late:  # alone: the caches hold the whole sequence
+        assert (logits_of(model, [Part(tokens[row : row + 1], row, table)]) == at_once[row]).all()
+
+
+def test_a_long_window_is_the_reference() -> None:
+    """Tiles or splits before the window that are counted, or those inside it that are left out."""
+    tokens, table = tokens_of(4, LONG), list(range(-(-LONG // 16)))
+    for window in (100, 600):
+        asked: dict[str, Any] = {"rows": LONG, "window": window}
+        model, oracle = load(NativeBackend(threads=2), **asked), load(ReferenceBackend(), **asked)
+        expected = whole(oracle, tokens, table)[:, : WIDTHS["q"]]
+        assert np.abs(exact(tokens, window) - expected).max() < 0.03
+        got = whole(model, tokens, table)[:, : WIDTHS["q"]]
+        assert np.abs(got - expected).max() < 0.01
+        assert np.median(np.abs(got - expected)) < 1e-6
+
+
+def test_a_window_holds_the_row_itself() -> None:
+    """A row that sees nothing: a softmax of no scores."""
+    with pytest.raises(ModelError, match="a window holds at least"):
+        load(NativeBackend(), window=0)
 
 
 def test_a_scale_is_the_inverse_of_a_root() -> None:

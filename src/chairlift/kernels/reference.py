@@ -7,14 +7,13 @@ float32 in any order. Keys and values are read back from the cache, as it rounde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from chairlift.errors import ModelError
 from chairlift.kernels import sampling
 from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec
 from chairlift.kernels.ops import F32, I32, MAX_TOP, Activation, Forward, LogitResult, StepArrays
@@ -222,9 +221,7 @@ class ReferenceOps:
         softcap: float | None = None,
         sinks: Weight | None = None,
     ) -> F32:
-        """Writes k and v of the whole step, then lets each row attend to positions 0..p of its sequence."""
-        if window is not None:
-            raise ModelError("attend: a window is not supported by the reference")
+        """Writes k and v of the whole step, then lets each row attend to what it sees of its sequence."""
         spec, step = self._spec.layers[layer], self._step
         keys, values = self._pools[layer]
         keys.write(step.slots, k.reshape(-1, spec.num_kv_heads, spec.head_dim))
@@ -236,8 +233,10 @@ class ReferenceOps:
             table = step.block_tables[step.table_starts[s] : step.table_starts[s + 1]]
             slots = (table[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
             for row in range(step.seq_starts[s], step.seq_starts[s + 1]):
-                visible = slots[: step.positions[row] + 1]
-                out[row] = attention(queries[row], keys.read(visible), values.read(visible), scores).reshape(-1)
+                end = int(step.positions[row]) + 1
+                first = 0 if window is None else max(0, end - window)
+                seen = slots[first:end]
+                out[row] = attention(queries[row], keys.read(seen), values.read(seen), scores, first).reshape(-1)
         return out
 
     def gated(self, gate: F32, up: F32, activation: Activation) -> F32:
@@ -372,8 +371,17 @@ class Scores:
         return capped
 
 
-def attention(q: F32, keys: Kept, values: Kept, scores: Scores) -> F32:
-    """One row: q (kv heads, group, width) on keys and values of its positions, (kv heads, group, width).
+def aligned(first: int, count: int, size: int) -> Iterator[slice]:
+    """`count` positions from `first` on, cut at multiples of `size`; slices count from `first`."""
+    begin = 0
+    while begin < count:
+        end = min(count, begin + size - (first + begin) % size)
+        yield slice(begin, end)
+        begin = end
+
+
+def attention(q: F32, keys: Kept, values: Kept, scores: Scores, first: int = 0) -> F32:
+    """One row: q (kv heads, group, width) on keys and values of positions from `first` on, (kv heads, group, width).
 
     Splits of SPLIT positions by themselves, joined in ascending order (Milakov and Gimelshein 2018; Dao 2023), then
     the sinks.
@@ -384,8 +392,8 @@ def attention(q: F32, keys: Kept, values: Kept, scores: Scores) -> F32:
         levels, of_level = to_levels(q)
         query = Kept(levels, of_level * scores.per_product)
     whole = None
-    for start in range(0, len(keys.data), SPLIT):
-        part = attend_split(query, keys[start : start + SPLIT], values[start : start + SPLIT], scores)
+    for split in aligned(first, len(keys.data), SPLIT):
+        part = attend_split(query, keys[split], values[split], scores, first + split.start)
         whole = part if whole is None else join(whole, part)
     assert whole is not None
     if scores.sinks is not None:
@@ -404,7 +412,7 @@ class Softmax:
     out: F32  # (kv heads, group, width)
 
 
-def attend_split(q: Kept, keys: Kept, values: Kept, of: Scores) -> Softmax:
+def attend_split(q: Kept, keys: Kept, values: Kept, of: Scores, first: int) -> Softmax:
     """Tiles of TILE positions under a running maximum; weights are rounded to bf16, with int8 to 16 bits.
 
     Those are levels of a weight times its value's scale, by one scale for the tile.
@@ -414,8 +422,8 @@ def attend_split(q: Kept, keys: Kept, values: Kept, of: Scores) -> Softmax:
     queries = q.data.shape[:2]
     out = np.zeros((*queries, values.data.shape[2]), np.float32)
     state = Softmax(np.full(queries, -np.inf, np.float32), np.zeros(queries, np.float32), out)
-    for start in range(0, len(keys.data), TILE):
-        key, value = keys[start : start + TILE], values[start : start + TILE]
+    for tile in aligned(first, len(keys.data), TILE):
+        key, value = keys[tile], values[tile]
         scores = np.einsum("hgd,phd->hgp", q.data, key.data, optimize=False)
         if q.scale is not None and key.scale is not None:
             scores *= key.scale.T[:, None] * q.scale[:, :, None]

@@ -20,6 +20,12 @@ int first_query_at(const AttendTask& task, int position) {
     return row > 0 ? row * task.group_size : 0;
 }
 
+// The query behind the last that reads anything before `position`: those of later rows have windows that begin there or later.
+int end_query_before(const AttendTask& task, int position) {
+    const int64_t row = int64_t{position} + task.params.window - 1 - task.first_position;
+    return row < task.num_rows ? static_cast<int>(row > 0 ? row : 0) * task.group_size : num_queries(task);
+}
+
 // Where a split begins; splits are counted from the first that the task reads.
 int split_start(const AttendTask& task, int split) {
     return (first_read(task.params, task.first_position) / kSplitPositions + split) * kSplitPositions;
@@ -134,25 +140,31 @@ void run_split(const AttendTask& task, const Queries<Cell>& queries, int split, 
     memset(state.values, 0, sizeof(float) * static_cast<size_t>(num_queries(task) * state.dim));
     Tile tile;
     tile.fetch_near = queries.num_bundles == 1;
-    for (int position = begin; position < end; position += kTilePositions) {
+    // Tiles before every row's window are left out.
+    const int first_tile = first_read(task.params, task.first_position) / kTilePositions * kTilePositions;
+    for (int position = begin > first_tile ? begin : first_tile; position < end; position += kTilePositions) {
         find_records(task, position, last, tile.records);
         find_records(task, position + kTilePositions, last, tile.next);
         tile.first_position = position;
         tile.num_positions = end - position < kTilePositions ? end - position : kTilePositions;
         const int first_reader = first_query_at(task, position);
+        const int end_reader = end_query_before(task, position + kTilePositions);
         for (int bundle = 0; bundle < queries.num_bundles; ++bundle) {
             const int first = queries.first_query(task, bundle);
             const int next = queries.first_query(task, bundle + 1);
-            if (next <= first_reader) continue;
+            if (next <= first_reader || first >= end_reader) continue;
             tile.fetch_far = bundle + 1 == queries.num_bundles;
             run_bundle<Cell, kMaxBundle>(task, tile, state, queries.bundle(task, first), first, next - first);
         }
     }
 }
 
-// Joins a later split's state into the whole's.
+// Joins a later split's state into the whole's, for the queries that read any of it. The whole of a query that read none yet
+// is empty: a maximum of -inf, by whose weight of 0 it is left behind.
 void merge(const AttendTask& task, int split, const State<const float>& part, const State<float>& whole) {
-    for (int query = first_query_at(task, split_start(task, split)); query < num_queries(task); ++query) {
+    const int start = split_start(task, split);
+    const int end = end_query_before(task, start + kSplitPositions);
+    for (int query = first_query_at(task, start); query < end; ++query) {
         const float top = part.max[query] > whole.max[query] ? part.max[query] : whole.max[query];
         const float keep = exp2_of(whole.max[query] - top);
         const float take = exp2_of(part.max[query] - top);

@@ -48,13 +48,16 @@ struct KVShape {
 
 // What a layer asks of attention; the same in every step.
 struct AttendParams {
-    float scale;  // of scores
+    float scale;             // of scores
+    int window = INT32_MAX;  // positions that a row sees, its own included
 
     bool operator==(const AttendParams&) const = default;
 };
 
 // The first position that a row at `position` reads, and how many splits of positions rows from there on read.
-static inline int first_read(const AttendParams&, int) { return 0; }
+static inline int first_read(const AttendParams& params, int position) {
+    return position < params.window ? 0 : position - params.window + 1;
+}
 static inline int num_splits(const AttendParams& params, int position, int num_rows) {
     const int first = first_read(params, position) / kSplitPositions;
     return (position + num_rows + kSplitPositions - 1) / kSplitPositions - first;
@@ -77,7 +80,7 @@ struct AttendTask {
     int kv_head;
     int group_size;         // query heads per KV head; num_rows * group_size <= kMaxTaskQueries
     int num_rows;
-    int first_position;     // row r stands at first_position + r and reads positions 0 .. first_position + r
+    int first_position;     // row r stands at first_position + r and reads positions from first_read() to its own
     const float* queries;   // first row, first head of the group; heads are head_dim apart
     int64_t query_stride;   // floats from a row to the next
     float* out;             // as queries

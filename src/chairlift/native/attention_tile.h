@@ -202,16 +202,24 @@ struct Bundle {
         }
     }
 
-    // How many of the tile's positions a query reads, or what is not above 0.
-    int num_visible(int query) const {
-        const int own = task.first_position + query / task.group_size + 1 - tile.first_position;
-        return own < tile.num_positions ? own : tile.num_positions;
+    // The tile's positions [first, end) that a query reads; none where end is not above first.
+    struct Visible {
+        int first;
+        int end;
+    };
+
+    Visible visible(int query) const {
+        const int position = task.first_position + query / task.group_size;
+        const int first = first_read(task.params, position) - tile.first_position;
+        const int end = position + 1 - tile.first_position;
+        return {first > 0 ? first : 0, end < tile.num_positions ? end : tile.num_positions};
     }
 
     // Turns the scores of one query into weights; those of positions that it does not read into exactly 0. Returns the maximum.
-    float soften(int i, int visible, float* total) {
+    float soften(int i, Visible visible, float* total) {
         float* const s = scores[i];
-        for (int t = visible; t < kTilePositions; ++t) s[t] = -INFINITY;
+        for (int t = 0; t < visible.first; ++t) s[t] = -INFINITY;
+        for (int t = visible.end; t < kTilePositions; ++t) s[t] = -INFINITY;
         Vec largest = splat(state.max[first_query + i]);
 #pragma GCC unroll 8
         for (int t = 0; t < kTilePositions; t += kLanes) largest = max(largest, load(s + t));
@@ -260,9 +268,9 @@ struct Bundle {
         float drops[kLanes] = {};
         float totals[kLanes] = {};
         for (int i = 0; i < kBundle; ++i) {
-            const int visible = num_visible(first_query + i);
-            if (visible > 0) {
-                const float top = soften(i, visible, &totals[i]);
+            const Visible seen = visible(first_query + i);
+            if (seen.end > seen.first) {
+                const float top = soften(i, seen, &totals[i]);
                 drops[i] = state.max[first_query + i] - top;
                 state.max[first_query + i] = top;
             } else {

@@ -45,6 +45,8 @@ public:
           cache_(recording.cache()),
           layer_(operands.integer("layer")),
           params_{.scale = operands.real("scale")} {
+        if (operands.has("window")) params_.window = operands.integer("window");
+        need(params_.window > 0, "a window holds at least the row's own position");
         need(cache_->has_layer(layer_), "there is no such layer in the KV cache");
         const int group_width = shape().num_kv_heads * shape().head_dim;
         need(queries().width > 0 && queries().width % group_width == 0, "query heads do not divide among the KV heads");
