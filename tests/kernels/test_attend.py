@@ -47,7 +47,8 @@ def load(backend: Backend, kv: KVDtype = "bf16", rows: int = 64, **asked: Any) -
 
     def forward(ops: Any, spec: ModelSpec, weights: Any) -> Any:
         q, k, v = (ops.embed(weights[name]) for name in "qkv")
-        given = {name: weights["sinks"] if name == "sinks" else value for name, value in asked.items()}
+        sinks = {"sinks": weights["sinks" if asked["sinks"] is True else "q"]} if "sinks" in asked else {}
+        given = {**asked, **sinks}
         return ops.logits(ops.attend(q, k, v, 0, scale=SCALE, **given), weights["head"])
 
     layer = LayerSpec(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, RopeSpec(HEAD_DIM))
@@ -76,11 +77,10 @@ ASKED: dict[str, dict[str, Any]] = {
     "window": {"window": 7},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True},
-    "both": {"softcap": 0.8, "sinks": True},
+    "all": {"window": 20, "softcap": 0.8, "sinks": True},
 }
-NATIVE = ["window"]
-"""Those of ASKED that the core computes."""
 WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 100, 511, 512, 513, 700, 5000]
+LAWFUL = [*({"window": window} for window in WINDOWS), ASKED["softcap"], ASKED["sinks"]]
 LONG = 1300
 
 
@@ -92,18 +92,11 @@ def test_attention_is_a_plain_softmax(name: str, kv: KVDtype) -> None:
     expected = exact(tokens, **asked)
     got = whole(load(ReferenceBackend(), kv, **asked), tokens, range(4))[:, : WIDTHS["q"]]
     assert np.abs(got - expected).max() < (0.03 if kv == "bf16" else 0.1)
-    for isa in available_isas() if name in NATIVE else ():
+    for isa in available_isas():
         native = whole(load(NativeBackend(isa, threads=2), kv, **asked), tokens, range(4))[:, : WIDTHS["q"]]
         assert np.abs(native - got).max() < (0.01 if kv == "bf16" else 0.03)
         assert np.median(np.abs(native - got)) < 1e-6
     assert np.abs(exact(tokens) - expected).max() > 0.3
-
-
-@pytest.mark.parametrize("name", ["softcap", "sinks"])
-def test_what_the_core_does_not_compute_is_refused(name: str) -> None:
-    """A parameter accepted and ignored: another model's answers."""
-    with pytest.raises(ModelError, match=f"attend has no operand {name}"):
-        load(NativeBackend(), **ASKED[name])
 
 
 @pytest.mark.parametrize("kv", KV_DTYPES)
@@ -118,15 +111,17 @@ def test_a_window_of_everything_is_no_window(kv: KVDtype) -> None:
 
 
 @pytest.mark.parametrize("kv", KV_DTYPES)
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(
+    "asked", [*({"window": window} for window in WINDOWS), ASKED["softcap"], ASKED["sinks"]], ids=str
+)
 @pytest.mark.parametrize("isa", available_isas())
-def test_windows_keep_the_laws(isa: str, window: int, kv: KVDtype) -> None:
+def test_the_laws_hold(isa: str, asked: dict[str, Any], kv: KVDtype) -> None:
     """A row whose tiles or splits depend on its neighbours' windows, on the chunk, or on which threads share them."""
     tokens, table = tokens_of(3, LONG), list(range(NUM_BLOCKS))[::-1][: -(-LONG // 16)]
-    model = load(NativeBackend(isa, threads=3), kv, rows=LONG, window=window)
+    model = load(NativeBackend(isa, threads=3), kv, rows=LONG, **asked)
     at_once = whole(model, tokens, table)
     assert np.isfinite(at_once).all()
-    single = load(NativeBackend(isa), kv, rows=LONG, window=window)
+    single = load(NativeBackend(isa), kv, rows=LONG, **asked)
     assert (in_chunks(single, tokens, table, [500, 1, 60, 3, 1, 130, 5, 600]) == at_once).all()
     late = [1299, 1298, 1290, 1100, 1024, 1023, 700, 577, 576, 575, 512, 511, 64, 63, 0]
     for row in late:  # alone: the caches hold the whole sequence
@@ -146,10 +141,18 @@ def test_a_long_window_is_the_reference() -> None:
         assert np.median(np.abs(got - expected)) < 1e-6
 
 
-def test_a_window_holds_the_row_itself() -> None:
-    """A row that sees nothing: a softmax of no scores."""
-    with pytest.raises(ModelError, match="a window holds at least"):
-        load(NativeBackend(), window=0)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"window": 0}, "a window holds at least the row's own position"),
+    ({"softcap": 0.0}, "a softcap is above 0"),
+    ({"sinks": "q"}, "sinks are not one for each query head"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), REFUSED)
+def test_what_cannot_be_computed_is_refused(asked: dict[str, Any], message: str) -> None:
+    """A softmax of no scores, or sinks read past their end."""
+    with pytest.raises(ModelError, match=message):
+        load(NativeBackend(), **asked)
 
 
 def test_a_scale_is_the_inverse_of_a_root() -> None:

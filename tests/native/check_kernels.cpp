@@ -239,6 +239,11 @@ void attend_once(const Kernels& kernels, KVType type, int longest, Random& rando
     const int group = 1 + random.below(8);
     const int rows = 1 + random.below(kMaxTaskQueries / group);
     const int length = rows + random.below(longest);
+    AttendParams params{.scale = 1.0F / std::sqrt(static_cast<float>(head_dim))};
+    if (random.below(2) == 0) params.window = 1 + random.below(longest);
+    if (random.below(4) == 0) params.softcap = 2.0F;
+    const std::vector<float> sinks = random.reals(static_cast<size_t>(group));
+    const bool with_sinks = random.below(4) == 0;
     const KVShape shape = kv_shape(type, 1 + random.below(3), head_dim);
     Sequence sequence = random_sequence(kernels, shape, length, random);
     const int stride = group * head_dim;
@@ -247,7 +252,7 @@ void attend_once(const Kernels& kernels, KVType type, int longest, Random& rando
         std::vector<float> out(static_cast<size_t>(count * stride));
         const AttendTask task{&sequence.shape, sequence.layer.data(), sequence.blocks.data(), shape.num_kv_heads - 1,
                               group, count, length - rows + first, queries.data() + first * stride, stride, out.data(),
-                              stride, {1.0F / std::sqrt(static_cast<float>(head_dim))}};
+                              stride, params, with_sinks ? sinks.data() : nullptr};
         kernels.attention.attend(task);
         const std::vector<float> split = attend_in_splits(kernels.attention, task, out.size());
         CHECK(std::memcmp(split.data(), out.data(), sizeof(float) * out.size()) == 0);
@@ -303,6 +308,12 @@ void rows_once(const ElementwiseKernels& kernels, Random& random) {
     for (size_t i = 0; i < size; ++i) {
         const double gate = x[i];
         CHECK(std::fabs(double{out[i]} - gate / (1.0 + std::exp(-gate)) * double{y[i]}) <= 1e-6);
+    }
+    pair_by_name(kernels, "gelu_tanh")(x.data(), y.data(), n, out.data());
+    for (size_t i = 0; i < size; ++i) {
+        const double gate = x[i];
+        const double inner = std::sqrt(2.0 / std::acos(-1.0)) * (gate + 0.044715 * gate * gate * gate);
+        CHECK(std::fabs(double{out[i]} - gate / 2.0 * (1.0 + std::tanh(inner)) * double{y[i]}) <= 1e-6);
     }
     pair_by_name(kernels, "add")(x.data(), y.data(), n, out.data());
     for (size_t i = 0; i < size; ++i) CHECK(out[i] == x[i] + y[i]);

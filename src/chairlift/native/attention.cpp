@@ -9,7 +9,6 @@
 namespace chairlift::CHAIRLIFT_ISA_NS {
 namespace {
 
-constexpr float kInverseLn2 = 1.44269504F;
 static_assert(kSplitPositions % kTilePositions == 0);
 
 int lanes_left(int n, int i) { return n - i < kLanes ? n - i : kLanes; }
@@ -180,10 +179,19 @@ void merge(const AttendTask& task, int split, const State<const float>& part, co
 void write_out(const AttendTask& task, const State<float>& whole) {
     const int head_dim = task.shape->head_dim;
     for (int query = 0; query < num_queries(task); ++query) {
-        float* const out = task.out + query / task.group_size * task.out_stride + query % task.group_size * head_dim;
-        const Vec sum = splat(whole.sum[query]);
+        const int head = query % task.group_size;
+        float* const out = task.out + query / task.group_size * task.out_stride + head * head_dim;
+        float keep = 1.0F;
+        float total = whole.sum[query];
+        if (task.sinks != nullptr) {
+            const float sink = task.sinks[head] * kInverseLn2;
+            const float top = sink > whole.max[query] ? sink : whole.max[query];
+            keep = exp2_of(whole.max[query] - top);
+            total = total * keep + exp2_of(sink - top);
+        }
         for (int lane = 0; lane < head_dim; lane += kLanes) {
-            store(out + lane, load(whole.values + query * whole.dim + lane) / sum, lanes_left(head_dim, lane));
+            const Vec values = load(whole.values + query * whole.dim + lane) * splat(keep);
+            store(out + lane, values / splat(total), lanes_left(head_dim, lane));
         }
     }
 }

@@ -50,6 +50,7 @@ struct KVShape {
 struct AttendParams {
     float scale;             // of scores
     int window = INT32_MAX;  // positions that a row sees, its own included
+    float softcap = 0.0F;    // a score becomes softcap * tanh(score / softcap); 0: it stays
 
     bool operator==(const AttendParams&) const = default;
 };
@@ -86,6 +87,7 @@ struct AttendTask {
     float* out;             // as queries
     int64_t out_stride;
     AttendParams params;
+    const float* sinks;     // one logit per head of the group, which joins the softmax's sum; null: none
 };
 
 static inline int num_splits(const AttendTask& task) {

@@ -21,6 +21,7 @@ constexpr int kTileBlocks = kTilePositions / kBlockTokens;
 constexpr int kLineBytes = 64;
 constexpr int kParts = 2 / kJoined;  // that a pair is multiplied in
 constexpr int kKeyZero = 128;        // of int8 keys: the instructions multiply unsigned bytes by signed ones
+constexpr float kInverseLn2 = 1.44269504F;
 constexpr float kMostWord = 32767.0F;
 constexpr float kLeastWeight = 1.17549435e-38F;  // that exp2 gives and is not 0
 static_assert(kBlockTokens % kLanes == 0 && kTileBlocks % kWideBlocks == 0 && kTilePositions % (2 * kLanes) == 0);
@@ -215,9 +216,20 @@ struct Bundle {
         return {first > 0 ? first : 0, end < tile.num_positions ? end : tile.num_positions};
     }
 
+    // softcap * tanh(score / softcap), of a tile's scores in units of ln 2: tanh(x) is (e^2x - 1) / (e^2x + 1).
+    void cap(float* s) const {
+        const float softcap = task.params.softcap * kInverseLn2;
+        const Vec factor = splat(2.0F / softcap);
+        for (int t = 0; t < kTilePositions; t += kLanes) {
+            const Vec power = exp(load(s + t) * factor);
+            store(s + t, splat(softcap) * ((power - splat(1.0F)) / (power + splat(1.0F))));
+        }
+    }
+
     // Turns the scores of one query into weights; those of positions that it does not read into exactly 0. Returns the maximum.
     float soften(int i, Visible visible, float* total) {
         float* const s = scores[i];
+        if (task.params.softcap > 0.0F) cap(s);
         for (int t = 0; t < visible.first; ++t) s[t] = -INFINITY;
         for (int t = visible.end; t < kTilePositions; ++t) s[t] = -INFINITY;
         Vec largest = splat(state.max[first_query + i]);

@@ -46,6 +46,11 @@ public:
           layer_(operands.integer("layer")),
           params_{.scale = operands.real("scale")} {
         if (operands.has("window")) params_.window = operands.integer("window");
+        if (operands.has("softcap")) {
+            params_.softcap = operands.real("softcap");
+            need(params_.softcap > 0.0F, "a softcap is above 0");
+        }
+        if (operands.has("sinks")) sinks_ = recording.vector(operands.integer("sinks"));
         need(params_.window > 0, "a window holds at least the row's own position");
         need(cache_->has_layer(layer_), "there is no such layer in the KV cache");
         const int group_width = shape().num_kv_heads * shape().head_dim;
@@ -57,6 +62,8 @@ public:
     void check(const Recording& recording) const override {
         recording.arena().check_f32(queries(), queries().width);
         recording.arena().check_f32(out(), queries().width);
+        const auto num_heads = static_cast<size_t>(queries().width / shape().head_dim);
+        need(sinks_ == nullptr || sinks_->size() == num_heads, "the sinks are not one for each query head");
     }
 
     Sharing sharing() const override { return Sharing::step; }
@@ -74,7 +81,8 @@ private:
 
     AttendTask arguments(const AttentionTask& task, int kv_head, const RunContext& at) const {
         const int group = queries().width / (shape().num_kv_heads * shape().head_dim);
-        const int lane = (kv_head * group + task.first_head) * shape().head_dim;
+        const int head = kv_head * group + task.first_head;
+        const int lane = head * shape().head_dim;
         return {
             .shape = &shape(),
             .layer = cache_->layer(layer_),
@@ -88,12 +96,14 @@ private:
             .out = at.arena.f32(out(), task.row) + lane,
             .out_stride = at.arena.stride(out()),
             .params = params_,
+            .sinks = sinks_ == nullptr ? nullptr : sinks_->data() + head,
         };
     }
 
     std::shared_ptr<KVCache> cache_;
     int layer_;
     AttendParams params_;
+    std::shared_ptr<const std::vector<float>> sinks_;  // null: none
     std::shared_ptr<AttentionSchedule> schedule_;
 };
 
