@@ -17,7 +17,7 @@ from support.paths import ROOT
 PACKAGE = ROOT / "src" / "chairlift"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 NATIVE = sorted(
-    path for path in [*PACKAGE.glob("native/*"), *ROOT.glob("tests/native/*")] if path.suffix in (".h", ".cpp")
+    path for path in [*PACKAGE.glob("native/**/*"), *ROOT.glob("tests/native/*")] if path.suffix in (".h", ".cpp")
 )
 TESTS = sorted(ROOT.glob("tests/**/*.py"))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from chairlift import _native
+from chairlift import _native_testing as kernels
 from chairlift.kernels import sampling
 from chairlift.kernels.ops import F32, SAMPLE_DTYPE
 from chairlift.kernels.reference import to_bf16
@@ -18,7 +19,6 @@ from chairlift.kernels.rounding import ActivationBits
 from chairlift.models.quant import BLOCK, FORMATS, LARGEST, Quantised, bytes_of, decode, quantise_rows
 from chairlift.models.spec import RawTensor
 
-kernels = _native.kernels
 POOL = _native.Pool(2)
 ISAS = _native.available_isas()
 BLOCK_TYPES = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError, DoesNotFit, ModelError
-from chairlift.kernels.backend import Backend, KVDtype, KVLayout, LoadSpec
+from chairlift.kernels.backend import BLOCK_SIZE, Backend, KVDtype, KVLayout, LoadSpec
 from chairlift.kernels.native import NativeBackend, available_isas, best_isa
 from chairlift.kernels.ops import F32
 from chairlift.kernels.reference import ReferenceBackend, to_bf16
@@ -24,7 +24,7 @@ from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.spec import ModelSpec, RawTensor
 from conftest import TinyGGUF
 from kernels.test_record import SPEC
-from support.step_arrays import BLOCK_SIZE, Part, make_step
+from support.step_arrays import Part, make_step
 from support.tiny_native import MAX_ROWS, NUM_BLOCKS, in_chunks, load, logits_of, tokens_of, whole
 
 ISAS = available_isas()

@@ -11,9 +11,9 @@ import pytest
 
 from chairlift import _native
 from chairlift.errors import EngineError
-from chairlift.kernels.backend import Model
+from chairlift.kernels.backend import BLOCK_SIZE, Model
 from chairlift.kernels.native import NativeBackend
-from chairlift.kernels.ops import MAX_TOP, LogitResult, StepArrays
+from chairlift.kernels.ops import MAX_TOP, StepArrays
 from conftest import TinyGGUF
 from support.step_arrays import Part, make_step
 from support.tiny_native import MAX_ROWS, NUM_BLOCKS, load, whole
@@ -128,48 +128,72 @@ def test_a_pool_has_a_thread() -> None:
             _native.Pool(count)
 
 
-def new_program() -> _native.Program:
+def new_recording() -> _native.Recording:
     pool = _native.Pool(1)
-    return _native.Program("portable", pool, _native.make_cache("bf16", (1, 2, 2, 16), pool), 4, 10)
+    return _native.Recording("portable", pool, _native.make_cache("bf16", 2, [(2, 16)], pool), 4, 10)
 
 
 def test_a_program_is_checked_as_it_is_recorded() -> None:
     """Operands that do not fit together, found out as a stray write in the first step."""
-    program = new_program()
-    wide, narrow = program.add_buffer(64, "f32"), program.add_buffer(32, "f32")
-    rounded = program.add_buffer(64, "int16")
-    vector = program.add_vector([1.0] * 64)
+    recording = new_recording()
+    record = recording.record
+    wide, narrow, head = (0, 0, 64), (1, 0, 32), (3, 0, 16)
+    rounded = (2, 0, 64)
+    assert [recording.add_buffer(width, "f32") for width in (64, 32)] == [0, 1]
+    assert [recording.add_buffer(64, "int16"), recording.add_buffer(16, "f32")] == [2, 3]
+    vector = recording.add_vector([1.0] * 64)
+    rope: dict[str, Any] = {"frequencies": [1.0] * 8, "style": "halves", "head_dim": 16}
     refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: program.add_buffer(0, "f32"), "at least one lane"),
-        (lambda: program.add_buffer(64, "int4"), "f32, bf16, int8 or int16"),  # type: ignore[arg-type]
-        (lambda: program.add_buffer(40, "int8"), "whole blocks of 32"),
-        (lambda: program.add_vector([]), "empty vector"),
-        (lambda: program.add_rope([1.0] * 9, True), "wider than a head"),
-        (lambda: program.add((wide, 0, 64), (narrow, 0, 32), (wide, 0, 64)), "widths differ"),
-        (lambda: program.add((wide, 1, 64), (wide, 0, 64), (wide, 0, 64)), "beyond the buffer"),
-        (lambda: program.add((9, 0, 64), (wide, 0, 64), (wide, 0, 64)), "no such buffer"),
-        (lambda: program.swiglu((rounded, 0, 64), (wide, 0, 64), (wide, 0, 64)), "f32 lanes"),
-        (lambda: program.quantise((wide, 0, 64), (wide, 0, 64)), "not rounded"),
-        (lambda: program.rms_norm((narrow, 0, 32), vector, 1e-5, (narrow, 0, 32)), "does not divide"),
-        (lambda: program.rms_norm((wide, 0, 64), 7, 1e-5, (wide, 0, 64)), "no such vector"),
-        (lambda: program.write_kv((narrow, 0, 32), (narrow, 0, 32), 1), "no such layer"),
-        (lambda: program.attend((wide, 0, 48), 0, (wide, 0, 48)), "do not divide"),
-        (lambda: program.embed(0, (wide, 0, 64)), "no such matrix"),
-        (lambda: program.finish(), "ends with its logits"),
+        (lambda: recording.add_buffer(0, "f32"), "at least one lane"),
+        (lambda: recording.add_buffer(64, "int4"), "f32, bf16, int8 or int16"),  # type: ignore[arg-type]
+        (lambda: recording.add_buffer(40, "int8"), "whole groups of 32"),
+        (lambda: recording.add_vector([]), "empty vector"),
+        (lambda: record("rope", x=wide, out=wide, **{**rope, "frequencies": [1.0] * 9}), "wider than a head"),
+        (lambda: record("rope", x=wide, out=wide, **{**rope, "frequencies": []}), "without pairs"),
+        (lambda: record("rope", x=wide, out=wide, **{**rope, "style": "thirds"}), "interleaved or in halves"),
+        (lambda: record("rope", x=wide, out=wide, **{**rope, "head_dim": 48}), "not whole heads"),
+        (lambda: record("add", a=wide, b=narrow, out=wide), "widths differ"),
+        (lambda: record("add", a=(0, 1, 64), b=wide, out=wide), "beyond the buffer"),
+        (lambda: record("add", a=(9, 0, 64), b=wide, out=wide), "no such buffer"),
+        (lambda: record("gated", gate=rounded, up=wide, activation="silu", out=wide), "f32 lanes"),
+        (lambda: record("gated", gate=wide, up=wide, activation="tanh", out=wide), "no activation tanh"),
+        (lambda: record("quantise", x=wide, out=wide), "not rounded"),
+        (lambda: record("rms_norm", x=narrow, weight=vector, eps=1e-5, out=narrow), "does not divide"),
+        (lambda: record("rms_norm", x=wide, weight=7, eps=1e-5, out=wide), "no such vector"),
+        (lambda: record("write_kv", keys=narrow, values=narrow, layer=1), "no such layer"),
+        (lambda: record("write_kv", keys=head, values=narrow, layer=0), "widths differ"),
+        (lambda: record("attend", queries=(0, 0, 48), layer=0, scale=1.0, out=(0, 0, 48)), "do not divide"),
+        (lambda: record("embed", table=0, out=wide), "no such matrix"),
+        (lambda: record("add", a=wide, b=wide), "add lacks its operand out"),
+        (lambda: record("add", a=wide, b=1.0, out=wide), "add's operand b is of another kind"),
+        (lambda: record("add", a=wide, b=wide, scale=2.0, out=wide), "add has no operand scale"),
+        (lambda: record("conv", x=wide), "no op conv"),
+        (lambda: recording.finish(), "ends with its logits"),
     ]
     for call, message in refused:
         with pytest.raises(ValueError, match=message):
             call()
 
 
-def test_an_unfinished_program_does_not_run() -> None:
-    """A null arena."""
-    result = LogitResult(
-        tokens=np.zeros(3, np.int32),
-        logprobs=np.zeros(3, np.float32),
-        top_ids=np.zeros((3, MAX_TOP), np.int32),
-        top_logprobs=np.zeros((3, MAX_TOP), np.float32),
-        finite=np.zeros(3, np.bool_),
+def test_a_finished_recording_takes_nothing_more() -> None:
+    """An op recorded into a program that runs already, or a null arena."""
+    recording = new_recording()
+    unit = np.eye(32, dtype=np.float32)[:10]
+    table = recording.add_matrix(
+        _native.pack([("F32", unit.view(np.uint8).reshape(-1), 10)], 32, _native.Pool(1), False)
     )
-    with pytest.raises(ValueError, match="not finished"):
-        new_program().run(good_step(), good_step().sample.view(np.uint8), result)
+    x = (recording.add_buffer(32, "f32"), 0, 32)
+    recording.record("embed", table=table, out=x)
+    recording.record("logits", x=x, matrix=table, input="f32")
+    with pytest.raises(ValueError, match="logits are the last op"):
+        recording.record("embed", table=table, out=x)
+    assert recording.finish().num_ops == 2
+    for call in (recording.finish, lambda: recording.add_buffer(32, "f32"), lambda: recording.record("add")):
+        with pytest.raises(ValueError, match="recording is finished"):
+            call()
+
+
+def test_limits_are_told_once() -> None:
+    """The core's blocks or alternatives differ from what Python plans with: indices beyond their arrays."""
+    assert _native.MAX_TOP == MAX_TOP
+    assert _native.BLOCK_TOKENS == BLOCK_SIZE

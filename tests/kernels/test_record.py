@@ -8,9 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import ModelError
-from chairlift.kernels import record, rounding
-from chairlift.kernels.native import Buffers, Lanes, place_output, rope_frequencies
-from chairlift.kernels.record import Node, Recorder, Value, WeightKinds
+from chairlift.kernels import rounding
+from chairlift.kernels.emit import Placement
+from chairlift.kernels.fuse import WeightKinds, fuse
+from chairlift.kernels.record import (
+    Add,
+    Attend,
+    Embed,
+    Gated,
+    Lanes,
+    Linear,
+    Logits,
+    Node,
+    Quantise,
+    Recorder,
+    RmsNorm,
+    Rope,
+    Value,
+    rope_frequencies,
+)
 from chairlift.kernels.rounding import DType
 from chairlift.models.llama import forward, layer_shapes
 from chairlift.models.spec import LayerSpec, ModelSpec, RawTensor, RopeSpec
@@ -45,16 +61,20 @@ def llama(types: dict[str, str]) -> list[Node]:
         tensors[name] = weight(shape, type_name, name)
     recorder = Recorder(SPEC)
     forward(recorder, SPEC, tensors)
-    return record.fuse(recorder.nodes, KINDS)
+    return fuse(recorder.nodes, KINDS)
+
+
+NAMES = {Embed: "embed", RmsNorm: "rms_norm", Linear: "linear", Rope: "rope", Attend: "attend", Gated: "gated"}
+NAMES |= {Add: "add", Logits: "logits", Quantise: "quantise"}
 
 
 def described(nodes: list[Node]) -> list[str]:
-    """Each node as kind, number of stacked weights, + for a residual, ' for outputs of 16 bits, " of 8, ^ of bf16."""
+    """Each node as name, number of stacked weights, + for a residual, ' for outputs of 16 bits, " of 8, ^ of bf16."""
+    marks = {"f32": "", "int16": "'", "int8": '"', "bf16": "^"}
     return [
-        n.kind
-        + (str(len(n.weights)) if n.kind == "linear" else "")
-        + "+" * (n.residual is not None)
-        + {"f32": "", "int16": "'", "int8": '"', "bf16": "^"}[n.outputs[0].dtype]
+        NAMES[type(n)]
+        + (f"{len(n.weights)}{'+' * (n.residual is not None)}" if isinstance(n, Linear) else "")
+        + "".join(marks[value.dtype] for value in n.outputs[:1])
         for n in nodes
     ]
 
@@ -71,7 +91,7 @@ def test_a_quantised_llama_layer_is_ten_ops() -> None:
         "linear1+",
         'rms_norm"',
         "linear2",
-        'swiglu"',
+        'gated"',
     ]
     assert described(llama({})) == ["embed", *layer, "linear1+", *layer, "linear1+", "logits"]
 
@@ -81,7 +101,7 @@ def test_mixed_types_stack_by_layout() -> None:
     kinds = described(llama({"attn_v": "Q8_0", "ffn_up": "F32"}))
     attention = ["rms_norm'", "linear2", "linear1", "rope", "rope", "attend", 'quantise"', "linear1+"]
     assert kinds[1:9] == attention
-    assert kinds[9:15] == ["rms_norm", 'quantise"', "linear1", "linear1", 'swiglu"', "linear1+"]
+    assert kinds[9:15] == ["rms_norm", 'quantise"', "linear1", "linear1", 'gated"', "linear1+"]
 
 
 def test_float_weights_need_no_rounding() -> None:
@@ -94,13 +114,15 @@ def test_bf16_weights_take_bf16() -> None:
     """Rows rounded once a product instead of once, or rows of f32 that the kernel reads as pairs of bf16."""
     kinds = described(llama(dict.fromkeys([name.split(".")[0] for name in layer_shapes(SPEC, SPEC.layers[0])], "BF16")))
     layer = ["rms_norm^", "linear3", "rope", "rope", "attend", "quantise^", "linear1+"]
-    assert kinds[1:12] == [*layer, "rms_norm^", "linear2", "swiglu^", "linear1+"]
+    assert kinds[1:12] == [*layer, "rms_norm^", "linear2", "gated^", "linear1+"]
 
 
 def test_the_last_norm_is_left_to_the_logit_rows() -> None:
     """Every row of a prompt normed for the sake of one."""
     head = llama({})[-1]
-    assert (head.kind, [w.shape for w in head.weights], head.eps) == ("logits", [(50, 64), (64,)], SPEC.rms_eps)
+    assert isinstance(head, Logits)
+    assert head.norm is not None
+    assert (head.head.shape, head.norm.weight.shape, head.norm.eps) == ((50, 64), (64,), SPEC.rms_eps)
 
 
 def test_a_sum_that_others_read_too_is_kept() -> None:
@@ -112,7 +134,7 @@ def test_a_sum_that_others_read_too_is_kept() -> None:
     total = recorder.add(early, late)
     again = recorder.add(total, late)
     recorder.logits(again, weight((50, 64)))
-    nodes = record.fuse(recorder.nodes, KINDS)
+    nodes = fuse(recorder.nodes, KINDS)
     assert described(nodes) == ["embed", 'quantise"', "linear1", "linear1", "add", "add", "logits"]
 
 
@@ -123,7 +145,7 @@ def test_a_norm_that_others_read_is_rounded_beside() -> None:
     h = recorder.rms_norm(x, weight((64,), "F32"), 1e-5)
     y = recorder.add(h, recorder.linear(h, weight((64, 64))))
     recorder.logits(y, weight((50, 64)))
-    nodes = record.fuse(recorder.nodes, KINDS)
+    nodes = fuse(recorder.nodes, KINDS)
     assert described(nodes) == ["embed", "rms_norm", 'quantise"', "linear1+", "logits"]
 
 
@@ -133,9 +155,9 @@ def test_a_value_is_rounded_to_what_each_product_asks_for() -> None:
     x = recorder.rms_norm(recorder.embed(weight((50, 64))), weight((64,), "F32"), 1e-5)
     query = recorder.linear(x, weight((64, 64), name="attn_q.weight"))
     up, gate = recorder.linear(x, weight((64, 64))), recorder.linear(x, weight((64, 64), name="ffn_gate.weight"))
-    recorder.logits(recorder.add(query, recorder.swiglu(gate, up)), weight((50, 64)))
-    nodes = record.fuse(recorder.nodes, KINDS)
-    products = ["quantise'", "linear1", 'quantise"', "linear2", "swiglu", "add"]
+    recorder.logits(recorder.add(query, recorder.gated(gate, up, "silu")), weight((50, 64)))
+    nodes = fuse(recorder.nodes, KINDS)
+    products = ["quantise'", "linear1", 'quantise"', "linear2", "gated", "add"]
     assert described(nodes) == ["embed", "rms_norm", *products, "logits"]
 
 
@@ -155,24 +177,26 @@ def test_rope_frequencies() -> None:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> list[Node]:
-    """Nodes of random kinds that read random earlier values; some linears have a residual."""
+    """Nodes of random types that read random earlier values; some linears have a residual."""
     values = [Value(draw(st.sampled_from([16, 32]))) for _ in range(draw(st.integers(1, 3)))]
-    nodes = [Node("embed", [], [value]) for value in values]
+    nodes: list[Node] = [Embed([], [value], weight((50, 64))) for value in values]
     for _ in range(draw(st.integers(1, 14))):
         kind = draw(st.sampled_from(["linear", "rope", "add", "attend"]))
         x = draw(st.sampled_from(values))
+        alike = [v for v in values if v.width == x.width]
         if kind == "linear":
             outputs = [Value(width) for width in draw(st.lists(st.sampled_from([16, 32]), min_size=1, max_size=3))]
-            alike = [v for v in values if v.width == outputs[0].width]
-            residual = draw(st.sampled_from([None, *alike])) if len(outputs) == 1 else None
-            node = Node("linear", [x], outputs, residual=residual)
+            like_output = [v for v in values if v.width == outputs[0].width]
+            residual = draw(st.sampled_from([None, *like_output])) if len(outputs) == 1 else None
+            nodes.append(Linear([x], outputs, [weight((64, 64))], residual=residual))
+        elif kind == "rope":
+            nodes.append(Rope([x], [Value(x.width)], RopeSpec(16), 16))
+        elif kind == "add":
+            nodes.append(Add([x, draw(st.sampled_from(alike))], [Value(x.width)]))
         else:
-            alike = [v for v in values if v.width == x.width]
-            inputs = [x] if kind == "rope" else [x, draw(st.sampled_from(alike))]
-            node = Node(kind, inputs, [Value(x.width)])  # type: ignore[arg-type]
-        nodes.append(node)
-        values += node.outputs
-    return [*nodes, Node("logits", [values[-1]], [Value(50)])]
+            nodes.append(Attend([x, draw(st.sampled_from(alike))], [Value(x.width)], 0, 1.0))
+        values += nodes[-1].outputs
+    return [*nodes, Logits([values[-1]], [], weight((50, 64)))]
 
 
 @settings(max_examples=200, deadline=None)
@@ -191,22 +215,19 @@ def test_no_value_is_overwritten_before_its_last_reader(nodes: list[Node]) -> No
         assert first + count <= kinds[buffer][0]
         return [(buffer, lane) for lane in range(first, first + count)]
 
-    buffers = Buffers(add_buffer, nodes)
+    placement = Placement(add_buffer, nodes)
     for at, node in enumerate(nodes):
-        read = {value: buffers.lanes(value) for value in node.reads()}
+        read = {value: placement.lanes(value) for value in node.reads()}
         for value, lanes in read.items():
             assert all(memory[cell] is value for cell in cells(lanes))
-        if node.kind != "logits":
-            place_output(buffers, node, at)
-            for value in node.outputs:
-                memory |= dict.fromkeys(cells(buffers.lanes(value)), value)
-            whole = node.inputs[1:] if node.kind in {"rope", "add"} else node.inputs
-            for (
-                value
-            ) in whole:  # an op that works in place may overwrite its first input or residual as it goes, no other
-                in_place = value is node.inputs[0] and node.kind == "add"
-                assert in_place or all(memory[cell] is value for cell in cells(read[value]))
-        buffers.release(node.reads(), at)
+        placement.place_outputs(node, at)
+        for value in node.outputs:
+            memory |= dict.fromkeys(cells(placement.lanes(value)), value)
+        # An op that works in place may overwrite its first input or its residual, no other.
+        for value in node.inputs[1:] if isinstance(node, Rope | Add) else node.inputs:
+            in_place = value is node.inputs[0] and isinstance(node, Add)
+            assert in_place or all(memory[cell] is value for cell in cells(read[value]))
+        placement.release(node.reads(), at)
 
 
 def test_layers_share_their_buffers() -> None:
@@ -218,10 +239,10 @@ def test_layers_share_their_buffers() -> None:
         kinds.append((width, dtype))
         return len(kinds) - 1
 
-    buffers = Buffers(add_buffer, nodes)
+    placement = Placement(add_buffer, nodes)
     for at, node in enumerate(nodes[:-1]):
-        place_output(buffers, node, at)
-        buffers.release(node.reads(), at)
+        placement.place_outputs(node, at)
+        placement.release(node.reads(), at)
     assert sorted(kinds) == sorted(
         [(64, "f32"), (64, "int16"), (128, "f32"), (64, "f32"), (64, "int8"), (192, "f32"), (96, "int8")]
     )

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import EngineError
-from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec
+from chairlift.kernels.backend import BLOCK_SIZE, KVDtype, KVLayout, LoadSpec
 from chairlift.kernels.ops import F32, StepArrays
 from chairlift.kernels.reference import (
     Cache,
     ReferenceBackend,
     ReferenceModel,
     ReferenceOps,
+    Scores,
     attention,
     load_weight,
     to_bf16,
@@ -32,7 +33,7 @@ from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 from conftest import TinyGGUF
 from support import tiny_gguf as tiny
-from support.step_arrays import BLOCK_SIZE, Part, make_step
+from support.step_arrays import Part, make_step
 from support.weight_encoders import ENCODERS
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
@@ -285,11 +286,11 @@ def test_rope_turns_each_pair_by_its_angle(tiny_gguf: TinyGGUF, style: Any) -> N
     assert (got[0] == heads[0]).all(), "position 0 does not turn"
 
 
-def test_swiglu(tiny_gguf: TinyGGUF) -> None:
+def test_silu_gate(tiny_gguf: TinyGGUF) -> None:
     """An exponential that overflows, or gate and up swapped."""
     gate = np.array([[-200.0, -1.0, 0.0, 2.0, 200.0]], np.float32)
     with np.errstate(over="ignore"):
-        got = ops_for([0], spec_of(tiny_gguf)).swiglu(gate, np.full((1, 5), 3, np.float32))
+        got = ops_for([0], spec_of(tiny_gguf)).gated(gate, np.full((1, 5), 3, np.float32), "silu")
     assert got[0] == pytest.approx([0, -3 / (1 + np.e), 0, 6 / (1 + np.exp(-2)), 600], rel=1e-6)
 
 
@@ -316,7 +317,7 @@ def test_attention_is_softmax_over_what_the_cache_holds(tiny_gguf: TinyGGUF) -> 
     q, k, v = random((6, 64)), random((6, 32), 1), random((6, 32), 2)
     layout = KVLayout(NUM_BLOCKS)
     pools = [[Cache(layout, 2, 16), Cache(layout, 2, 16)]]
-    got = ReferenceOps(spec, layout, pools, make_step([Part([0] * 6, 0, [4])])).attend(q, k, v, 0)
+    got = ReferenceOps(spec, layout, pools, make_step([Part([0] * 6, 0, [4])])).attend(q, k, v, 0, scale=0.25)
     rounded = [eight_bits(x).reshape(6, 2, 16) for x in (k, v)]
     for row, head in itertools.product(range(6), range(4)):
         keys, values = (x[: row + 1, head // 2] for x in rounded)
@@ -336,7 +337,8 @@ def test_tiles_and_splits_are_one_softmax(kv: KVDtype, count: int) -> None:
     caches = [Cache(KVLayout(70, BLOCK_SIZE, kv), 1, 16) for _ in range(2)]
     for cache, x in zip(caches, (keys, values), strict=True):
         cache.write(slots.astype(np.int32), x)
-    got = attention(q, *(cache.read(slots) for cache in caches))
+    keys_kept, values_kept = (cache.read(slots) for cache in caches)
+    got = attention(q, keys_kept, values_kept, Scores(0.25))
     scores = np.exp(keys[:, 0].astype(np.float64) @ q[0].T.astype(np.float64) / 4)
     expected = (scores / scores.sum(axis=0)).T @ values[:, 0]
     assert got[0] == pytest.approx(expected, abs=0.02 if kv == "bf16" else 0.06)

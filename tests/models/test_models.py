@@ -67,7 +67,7 @@ class Spy:
     """An op list that computes nothing."""
 
     def __getattr__(self, op: str) -> Callable[..., str]:
-        return lambda *args: op
+        return lambda *args, **settings: op
 
 
 class Asked(Mapping[str, str]):

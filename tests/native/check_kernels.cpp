@@ -56,8 +56,8 @@ PackedMatrix pack_random(SourceType type, int64_t rows, int64_t cols, Random& ra
 
 // The level that lane i of rounded rows stands for, in one byte or two.
 int level_of(const std::vector<int8_t>& q, size_t bytes, size_t i) {
-    const size_t at = i / kBlock * bytes * kBlock + i % kBlock;
-    return bytes == 1 ? q[at] : 256 * q[at] + q[at + kBlock];
+    const size_t at = i / kScaleLanes * bytes * kScaleLanes + i % kScaleLanes;
+    return bytes == 1 ? q[at] : 256 * q[at] + q[at + kScaleLanes];
 }
 
 // Rounded rows as the quantiser leaves them, or the same numbers as floats: of bf16 for a matrix of bf16.
@@ -65,7 +65,7 @@ struct RandomRows {
     RandomRows(const Kernels& kernels, Layout layout, int rows, int64_t cols, Random& random)
         : bytes(1 + static_cast<size_t>(random.below(2))),
           values(static_cast<size_t>(rows * cols)),
-          sum(values.size() / kBlock),
+          sum(values.size() / kScaleLanes),
           half_sum(2 * sum.size()),
           offset(2 * sum.size()),
           scale(random.reals(sum.size())) {
@@ -75,14 +75,14 @@ struct RandomRows {
         q.resize(bytes * values.size());
         for (int8_t& byte : q) byte = static_cast<int8_t>(random.below(255) - 127);
         for (size_t i = 0; i < values.size(); ++i) {
-            if (i / kBlock >= sum.size()) {
+            if (i / kScaleLanes >= sum.size()) {
                 values[i] = random.real();
                 continue;
             }
-            const int level = level_of(q, bytes, i) + offset[2 * (i / kBlock)];
-            sum[i / kBlock] += level;
-            half_sum[2 * i / kBlock] += level;
-            values[i] = static_cast<float>(level) * scale[i / kBlock];
+            const int level = level_of(q, bytes, i) + offset[2 * (i / kScaleLanes)];
+            sum[i / kScaleLanes] += level;
+            half_sum[2 * i / kScaleLanes] += level;
+            values[i] = static_cast<float>(level) * scale[i / kScaleLanes];
         }
         if (layout == Layout::bf16) {
             for (float& value : values) value = rounded_to_bf16(value);
@@ -121,7 +121,7 @@ std::vector<float> product(const Kernels& kernels, const PackedMatrix& matrix, c
     std::vector<float> out(static_cast<size_t>(rows * matrix.rows()));
     MatmulArgs args{};
     args.weights = matrix.view();
-    const int64_t block = first * (cols / kBlock);
+    const int64_t block = first * (cols / kScaleLanes);
     const int bytes = static_cast<int>(x.bytes);
     args.x = {x.floats.data() + first * x.stride, x.stride, bytes, x.q.data() + bytes * first * cols, x.scale.data() + block,
               x.offset.data() + 2 * block, x.sum.data() + block, x.half_sum.data() + 2 * block};
@@ -222,7 +222,7 @@ Sequence random_sequence(const Kernels& kernels, const KVShape& shape, int lengt
 std::vector<float> attend_in_splits(const AttentionKernels& kernels, AttendTask task, size_t num_floats) {
     std::vector<float> out(num_floats);
     task.out = out.data();
-    const size_t floats = part_floats(*task.shape, task.num_rows * task.group_size);
+    const size_t floats = part_floats(task.shape->head_dim, task.num_rows * task.group_size);
     std::vector<float> parts;
     for (int split = num_splits(task); split-- > 0;) {
         std::vector<float> part(floats);
@@ -239,6 +239,11 @@ void attend_once(const Kernels& kernels, KVType type, int longest, Random& rando
     const int group = 1 + random.below(8);
     const int rows = 1 + random.below(kMaxTaskQueries / group);
     const int length = rows + random.below(longest);
+    AttendParams params{.scale = 1.0F / std::sqrt(static_cast<float>(head_dim))};
+    if (random.below(2) == 0) params.window = 1 + random.below(longest);
+    if (random.below(4) == 0) params.softcap = 2.0F;
+    const std::vector<float> sinks = random.reals(static_cast<size_t>(group));
+    const bool with_sinks = random.below(4) == 0;
     const KVShape shape = kv_shape(type, 1 + random.below(3), head_dim);
     Sequence sequence = random_sequence(kernels, shape, length, random);
     const int stride = group * head_dim;
@@ -247,7 +252,7 @@ void attend_once(const Kernels& kernels, KVType type, int longest, Random& rando
         std::vector<float> out(static_cast<size_t>(count * stride));
         const AttendTask task{&sequence.shape, sequence.layer.data(), sequence.blocks.data(), shape.num_kv_heads - 1,
                               group, count, length - rows + first, queries.data() + first * stride, stride, out.data(),
-                              stride, 1.0F / std::sqrt(static_cast<float>(head_dim))};
+                              stride, params, with_sinks ? sinks.data() : nullptr};
         kernels.attention.attend(task);
         const std::vector<float> split = attend_in_splits(kernels.attention, task, out.size());
         CHECK(std::memcmp(split.data(), out.data(), sizeof(float) * out.size()) == 0);
@@ -299,21 +304,27 @@ void rows_once(const ElementwiseKernels& kernels, Random& random) {
     const std::vector<float> y = random.reals(size);
     std::vector<float> out(size);
     kernels.scale(x.data(), y.data(), kernels.inverse_rms(x.data(), n, 1e-5F), n, out.data());
-    kernels.swiglu(x.data(), y.data(), n, out.data());
+    pair_by_name(kernels, "silu")(x.data(), y.data(), n, out.data());
     for (size_t i = 0; i < size; ++i) {
         const double gate = x[i];
         CHECK(std::fabs(double{out[i]} - gate / (1.0 + std::exp(-gate)) * double{y[i]}) <= 1e-6);
     }
-    kernels.add(x.data(), y.data(), n, out.data());
+    pair_by_name(kernels, "gelu_tanh")(x.data(), y.data(), n, out.data());
+    for (size_t i = 0; i < size; ++i) {
+        const double gate = x[i];
+        const double inner = std::sqrt(2.0 / std::acos(-1.0)) * (gate + 0.044715 * gate * gate * gate);
+        CHECK(std::fabs(double{out[i]} - gate / 2.0 * (1.0 + std::tanh(inner)) * double{y[i]}) <= 1e-6);
+    }
+    pair_by_name(kernels, "add")(x.data(), y.data(), n, out.data());
     for (size_t i = 0; i < size; ++i) CHECK(out[i] == x[i] + y[i]);
 }
 
 void quantise_once(const ElementwiseKernels& kernels, Random& random) {
     const size_t bytes = 1 + static_cast<size_t>(random.below(2));
     const size_t blocks = 1 + static_cast<size_t>(random.below(40));
-    std::vector<float> x = random.reals(blocks * kBlock);
+    std::vector<float> x = random.reals(blocks * kScaleLanes);
     if (random.below(4) == 0) x[0] = std::nanf("");
-    if (random.below(4) == 0) std::fill(x.begin(), x.begin() + kBlock, 0.0F);
+    if (random.below(4) == 0) std::fill(x.begin(), x.begin() + kScaleLanes, 0.0F);
     std::vector<int8_t> q(bytes * x.size());
     std::vector<float> scales(blocks);
     std::vector<int16_t> offsets(2 * blocks);
@@ -323,9 +334,9 @@ void quantise_once(const ElementwiseKernels& kernels, Random& random) {
     std::vector<int32_t> expected(blocks);
     std::vector<int32_t> expected_halves(2 * blocks);
     for (size_t i = 0; i < x.size(); ++i) {
-        const int offset = bytes == 1 ? offsets[2 * (i / kBlock)] : 0;
-        expected[i / kBlock] += level_of(q, bytes, i) + offset;
-        expected_halves[2 * i / kBlock] += level_of(q, bytes, i) + offset;
+        const int offset = bytes == 1 ? offsets[2 * (i / kScaleLanes)] : 0;
+        expected[i / kScaleLanes] += level_of(q, bytes, i) + offset;
+        expected_halves[2 * i / kScaleLanes] += level_of(q, bytes, i) + offset;
         CHECK(std::abs(level_of(q, bytes, i)) <= (bytes == 1 ? 127 : 127 * 256));
     }
     CHECK(sums == expected);

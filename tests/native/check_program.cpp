@@ -7,6 +7,7 @@
 #include "isa.h"
 #include "pack.h"
 #include "program.h"
+#include "recording.h"
 
 namespace chairlift {
 
@@ -33,37 +34,47 @@ std::shared_ptr<PackedMatrix> random_matrix(int64_t rows, int64_t cols, Random& 
 std::unique_ptr<Program> make_program(Isa isa, int threads) {
     Random random(7);
     auto pool = std::make_shared<Pool>(threads);
-    auto cache = std::make_shared<KVCache>(kv_shape(KVType::int8, 2, kHeadDim), 1, kNumBlocks, *pool);
-    auto program = std::make_unique<Program>(isa, pool, cache, kMaxRows, kVocab);
-    const Lanes x{program->add_buffer(kHidden, DType::f32), 0, kHidden};
-    const Lanes rounded{program->add_buffer(kHidden, DType::int16), 0, kHidden};
-    const Lanes coarse{program->add_buffer(kHidden, DType::int8), 0, kHidden};
-    const int qkv = program->add_buffer(128, DType::f32);
-    const Lanes queries{qkv, 0, 64};
-    const Lanes keys{qkv, 64, 32};
-    const Lanes values{qkv, 96, 32};
-    const int head = program->add_matrix(random_matrix(kVocab, kHidden, random));
-    const int norm = program->add_vector(random.reals(kHidden));
-    const int rope = program->add_rope({1.0, 0.5, 0.25, 0.125, 0.06, 0.03, 0.01, 0.005}, false);
-    program->embed(head, x);
-    program->rms_norm(x, norm, 1e-5F, rounded);
-    program->matmul(rounded, program->add_matrix(random_matrix(128, kHidden, random)), -1, {}, {qkv, 0, 128});
-    program->rope(queries, rope, queries);
-    program->rope(keys, rope, keys);
-    program->write_kv(keys, values, 0);
-    program->attend(queries, 0, queries);
-    program->quantise(queries, coarse);
-    program->matmul(coarse, program->add_matrix(random_matrix(kHidden, 64, random)), -1, x, x);
-    program->rms_norm(x, norm, 1e-5F, coarse);
-    const Lanes gate{program->add_buffer(192, DType::f32), 0, 96};
-    const Lanes up{gate.buffer, 96, 96};
-    const Lanes product{program->add_buffer(96, DType::int8), 0, 96};
-    program->matmul(coarse, program->add_matrix(random_matrix(192, kHidden, random)), -1, {}, {gate.buffer, 0, 192});
-    program->swiglu(gate, up, product);
-    program->matmul(product, program->add_matrix(random_matrix(kHidden, 96, random)), -1, x, x);
-    program->logits(x, norm, 1e-5F, head, DType::int16);
-    program->finish();
-    return program;
+    auto cache = std::make_shared<KVCache>(std::vector<KVShape>{kv_shape(KVType::int8, 2, kHeadDim)}, kNumBlocks, *pool);
+    Recording recording(isa, pool, cache, kMaxRows, kVocab);
+    const auto buffer = [&](int width, DType dtype) { return recording.arena().whole(recording.add_buffer(width, dtype)); };
+    const auto matrix = [&](int64_t rows, int64_t cols) {
+        return int64_t{recording.add_matrix(random_matrix(rows, cols, random))};
+    };
+    const auto part = [](Lanes whole, int offset, int width) { return Lanes{whole.buffer, offset, width}; };
+    const Lanes x = buffer(kHidden, DType::f32);
+    const Lanes rounded = buffer(kHidden, DType::int16);
+    const Lanes coarse = buffer(kHidden, DType::int8);
+    const Lanes qkv = buffer(128, DType::f32);
+    const Lanes queries = part(qkv, 0, 64);
+    const Lanes keys = part(qkv, 64, 32);
+    const int64_t head = matrix(kVocab, kHidden);
+    const int64_t norm = recording.add_vector(random.reals(kHidden));
+    const std::vector<double> frequencies{1.0, 0.5, 0.25, 0.125, 0.06, 0.03, 0.01, 0.005};
+    const auto rope = [&](Lanes lanes) {
+        recording.record("rope", {{"x", lanes}, {"frequencies", frequencies}, {"style", std::string("halves")},
+                                  {"head_dim", int64_t{kHeadDim}}, {"out", lanes}});
+    };
+    const auto rms_norm = [&](Lanes out) {
+        recording.record("rms_norm", {{"x", x}, {"weight", norm}, {"eps", 1e-5}, {"out", out}});
+    };
+    recording.record("embed", {{"table", head}, {"out", x}});
+    rms_norm(rounded);
+    recording.record("linear", {{"x", rounded}, {"matrix", matrix(128, kHidden)}, {"out", qkv}});
+    rope(queries);
+    rope(keys);
+    recording.record("write_kv", {{"keys", keys}, {"values", part(qkv, 96, 32)}, {"layer", int64_t{0}}});
+    recording.record("attend", {{"queries", queries}, {"layer", int64_t{0}}, {"scale", 0.25}, {"out", queries}});
+    recording.record("quantise", {{"x", queries}, {"out", coarse}});
+    recording.record("linear", {{"x", coarse}, {"matrix", matrix(kHidden, 64)}, {"residual", x}, {"out", x}});
+    rms_norm(coarse);
+    const Lanes wide = buffer(192, DType::f32);
+    const Lanes product = buffer(96, DType::int8);
+    recording.record("linear", {{"x", coarse}, {"matrix", matrix(192, kHidden)}, {"out", wide}});
+    recording.record("gated", {{"gate", part(wide, 0, 96)}, {"up", part(wide, 96, 96)},
+                               {"activation", std::string("silu")}, {"out", product}});
+    recording.record("linear", {{"x", product}, {"matrix", matrix(kHidden, 96)}, {"residual", x}, {"out", x}});
+    recording.record("logits", {{"x", x}, {"norm", norm}, {"eps", 1e-5}, {"matrix", head}, {"input", std::string("int16")}});
+    return recording.finish();
 }
 
 // Rows [begin, end) of one sequence in blocks 0, 1, ..., all of them with logits.

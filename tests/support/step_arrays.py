@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chairlift.kernels import backend
+from chairlift.kernels.backend import BLOCK_SIZE
 from chairlift.kernels.ops import SAMPLE_DTYPE, StepArrays
-
-BLOCK_SIZE = backend.BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from chairlift.kernels.backend import Backend, KVDtype, KVLayout, LoadSpec, Model
+from chairlift.kernels.backend import BLOCK_SIZE, Backend, KVDtype, KVLayout, LoadSpec, Model
 from chairlift.kernels.ops import F32
 from chairlift.models import registry
 from chairlift.models.checkpoint import open_checkpoint
-from support.step_arrays import BLOCK_SIZE, Part, make_step
+from support.step_arrays import Part, make_step
 
 NUM_BLOCKS = 12
 MAX_ROWS = 64

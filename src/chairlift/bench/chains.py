@@ -119,7 +119,7 @@ def attention(heads: int, kv_heads: int, head_dim: int, kv_dtype: KVDtype) -> Ch
 
     def link(at: Place) -> Any:
         keys, values = at.others
-        return at.ops.attend(at.x, keys, values, at.index)
+        return at.ops.attend(at.x, keys, values, at.index, scale=head_dim**-0.5)
 
     what = f"{heads} on {kv_heads} heads of {head_dim}"
     inputs = ("x", "keys", "values")
@@ -143,7 +143,7 @@ def row_ops(hidden: int, ffn: int) -> list[Chain]:
 
     def swiglu(at: Place) -> Any:
         (gate,) = at.others
-        return at.ops.swiglu(gate, at.x)
+        return at.ops.gated(gate, at.x, "silu")
 
     def rope(at: Place) -> Any:
         layer = at.spec.layers[at.index]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from chairlift import _native, cost, machine
+from chairlift import _native, _native_testing, cost, machine
 from chairlift.bench import chains
 from chairlift.bench.chains import Chain, Piece, Unit
 from chairlift.bench.live import Live
@@ -157,13 +157,13 @@ def measure_ceilings(wanted: Wanted) -> Ceilings:
 def peak(isa: str, unit: Unit, threads: int) -> float:
     """Operations/s of threads that run at once, each by the processor time that it got: the best of five tries."""
     rounds = 1000
-    while _timed(_native.kernels.peak, isa, unit, rounds) < 0.01:
+    while _timed(_native_testing.peak, isa, unit, rounds) < 0.01:
         rounds *= 2
     speeds: list[float] = []
 
     def turn() -> None:
         start = time.thread_time()
-        operations = _native.kernels.peak(isa, unit, rounds)
+        operations = _native_testing.peak(isa, unit, rounds)
         speeds.append(operations / (time.thread_time() - start))
 
     for _ in range(5):
@@ -321,7 +321,7 @@ def _time_row(how: str, fields: dict[str, float], logits: F32, wanted: Wanted) -
     expected = sampling.reduce_logits(logits, record[0], bias, seen)
     for isa in wanted.isas:
         arguments = (isa, logits, record.view(np.uint8), bias, seen)
-        token, logprob, *_ = _native.kernels.reduce_logits(*arguments)
-        seconds = fastest(wanted.budget_s / 3, _native.kernels.reduce_logits, *arguments)
+        token, logprob, *_ = _native_testing.reduce_logits(*arguments)
+        seconds = fastest(wanted.budget_s / 3, _native_testing.reduce_logits, *arguments)
         error = abs(logprob - expected.logprob)
         yield SampleTiming(how, len(logits), isa, seconds, token == expected.token, error)

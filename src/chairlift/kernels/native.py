@@ -1,35 +1,29 @@
-"""Models on the compiled core: packs the weights, turns the recorded ops into a Program, replays it once a step.
+"""Models on the compiled core: records a model file's ops into a Program of the core, which replays it once a step.
 
-Owns which activation lives in which buffer. What is fused is decided in `record.py`, how an op is computed in the core.
+record.py   the model file's calls      ->  nodes, one type per op
+fuse.py     nodes                       ->  fewer nodes
+emit.py     nodes                       ->  a recording of the core: activations placed, weights packed
 """
 
 from __future__ import annotations
 
-import mmap
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 
 from chairlift import _native
 from chairlift.errors import ConfigError, DoesNotFit, EngineError, ModelError
-from chairlift.kernels import record
 from chairlift.kernels.backend import BLOCK_SIZE, LoadSpec
 from chairlift.kernels.cpu import CPUBackend, CPUSettings, choose_threads, wanted_bits
+from chairlift.kernels.emit import Emitter
+from chairlift.kernels.fuse import WeightKinds, fuse
 from chairlift.kernels.ops import MAX_TOP, SAMPLE_DTYPE, LogitResult, StepArrays
-from chairlift.kernels.record import Node, Value, WeightKinds
-from chairlift.kernels.rounding import ActivationBits, DType, input_dtype
+from chairlift.kernels.record import Recorder
+from chairlift.kernels.rounding import ActivationBits, input_dtype
 from chairlift.machine import Machine
-from chairlift.models import quant
-from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
-
-Lanes = tuple[int, int, int]
-"""Buffer, first lane, number of lanes."""
-
-NOTHING: Lanes = (-1, 0, 0)
+from chairlift.models.spec import ModelSpec
 
 
 def available_isas() -> list[str]:
@@ -68,27 +62,25 @@ class NativeBackend(CPUBackend):
         Raises ModelError for a shape or type that the core does not take, DoesNotFit when memory is refused.
         """
         spec, kv = load.spec, load.kv
-        layer = spec.layers[0]
-        if any(replace(other, rope=layer.rope) != layer for other in spec.layers):
-            raise ModelError(f"{spec.name} has layers of different kinds, which the native core does not take")
-        if layer.value_dim != layer.head_dim:
-            raise ModelError(
-                f"value heads of {layer.value_dim} lanes beside query heads of {layer.head_dim} are not supported"
-            )
+        for layer in spec.layers:
+            if layer.value_dim != layer.head_dim:
+                raise ModelError(
+                    f"value heads of {layer.value_dim} lanes beside query heads of {layer.head_dim} are not supported"
+                )
         if kv.block_size != BLOCK_SIZE:
             raise ConfigError(f"the native core's KV blocks hold {BLOCK_SIZE} tokens, not {kv.block_size}")
-        recorder = record.Recorder(spec)
+        recorder = Recorder(spec)
         load.forward(recorder, spec, load.tensors)
         with _errors_in_words(spec):
             start_s = time.perf_counter()
             pool = _native.Pool(self.threads)
-            sizes = (spec.num_layers, kv.num_blocks, layer.num_kv_heads, layer.head_dim)
-            cache = _native.make_cache(kv.dtype, sizes, pool)
+            shapes = [(layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
+            cache = _native.make_cache(kv.dtype, kv.num_blocks, shapes, pool)
             cached_s = time.perf_counter()
-            program = _native.Program(self.isa, pool, cache, load.max_rows, spec.vocab_size)
+            recording = _native.Recording(self.isa, pool, cache, load.max_rows, spec.vocab_size)
             kinds = weight_kinds(self.activation_bits)
-            Emitter(program, pool, kinds).emit(record.fuse(recorder.nodes, kinds))
-            program.finish()
+            Emitter(recording, pool, kinds).emit(fuse(recorder.nodes, kinds))
+            program = recording.finish()
         load_s = {"KV": cached_s - start_s, "weights": time.perf_counter() - cached_s}
         return NativeModel(program, cache, spec.vocab_size, load_s)
 
@@ -153,155 +145,6 @@ class NativeModel:
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
             raise EngineError(str(error)) from error
         return result
-
-
-class Buffers:
-    """Which lanes each value lives in. A buffer is used again once all of its values were read for the last time."""
-
-    def __init__(self, add_buffer: Callable[[int, DType], int], nodes: Sequence[Node]) -> None:
-        self._add_buffer = add_buffer
-        self._last_read = {value: i for i, node in enumerate(nodes) for value in node.reads()}
-        self._lanes: dict[Value, Lanes] = {}
-        self._num_living: Counter[int] = Counter()
-        self._kinds: dict[int, tuple[int, DType]] = {}
-        self._free: dict[tuple[int, DType], list[int]] = {}
-
-    def lanes(self, value: Value) -> Lanes:
-        """Where a value that was placed lives."""
-        return self._lanes[value]
-
-    def place(self, values: Sequence[Value]) -> Lanes:
-        """Gives values one buffer, side by side, and returns the whole of it."""
-        kind = (sum(value.width for value in values), values[0].dtype)
-        free = self._free.get(kind)
-        buffer = free.pop() if free else self._add_buffer(*kind)
-        self._kinds[buffer] = kind
-        self._num_living[buffer] = len(values)
-        first = 0
-        for value in values:
-            self._lanes[value] = (buffer, first, value.width)
-            first += value.width
-        return (buffer, 0, kind[0])
-
-    def replace(self, old: Value, new: Value, at: int) -> Lanes | None:
-        """Lets `new` take the lanes of `old` when node `at` is the last to read it and the two are alike; None else."""
-        if self._last_read[old] != at or (old.width, old.dtype) != (new.width, new.dtype):
-            return None
-        self._lanes[new] = self._lanes.pop(old)
-        return self._lanes[new]
-
-    def release(self, values: Iterator[Value], at: int) -> None:
-        """Frees what node `at` was the last to read; values whose lanes were taken over live on."""
-        for value in set(values):
-            if self._last_read[value] == at and value in self._lanes:
-                buffer, _, _ = self._lanes.pop(value)
-                self._num_living[buffer] -= 1
-                if self._num_living[buffer] == 0:
-                    self._free.setdefault(self._kinds[buffer], []).append(buffer)
-
-
-class Emitter:
-    """Writes fused nodes into a Program, packing each weight as it is first needed."""
-
-    def __init__(self, program: _native.Program, pool: _native.Pool, kinds: WeightKinds) -> None:
-        self._program = program
-        self._pool = pool
-        self._kinds = kinds
-        self._matrices: dict[tuple[int, ...], int] = {}
-        self._vectors: dict[tuple[int, ...], int] = {}
-        self._ropes: dict[RopeSpec, int] = {}
-        self._emit: dict[record.Kind, Callable[[Node, list[Lanes], Lanes], None]] = {
-            "embed": self._embed,
-            "rms_norm": self._rms_norm,
-            "quantise": lambda _, inputs, out: program.quantise(inputs[0], out),
-            "linear": self._linear,
-            "rope": self._rope,
-            "attend": self._attend,
-            "swiglu": lambda _, inputs, out: program.swiglu(inputs[0], inputs[1], out),
-            "add": lambda _, inputs, out: program.add(inputs[0], inputs[1], out),
-            "logits": self._logits,
-        }
-
-    def emit(self, nodes: Sequence[Node]) -> None:
-        """All nodes, in order."""
-        buffers = Buffers(self._program.add_buffer, nodes)
-        for at, node in enumerate(nodes):
-            inputs = [buffers.lanes(value) for value in node.reads()]
-            out = NOTHING if node.kind == "logits" else place_output(buffers, node, at)
-            self._emit[node.kind](node, inputs, out)
-            buffers.release(node.reads(), at)
-
-    def _embed(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
-        self._program.embed(self._matrix(node.weights), out)
-
-    def _rms_norm(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
-        self._program.rms_norm(inputs[0], self._vector(node.weights), node.eps, out)
-
-    def _linear(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
-        bias = self._vector(node.biases) if node.biases else -1
-        residual = NOTHING if node.residual is None else inputs[1]
-        self._program.matmul(inputs[0], self._matrix(node.weights), bias, residual, out)
-
-    def _rope(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
-        assert node.rope is not None
-        if node.rope not in self._ropes:
-            interleaved = node.rope.style == "interleaved"
-            self._ropes[node.rope] = self._program.add_rope(rope_frequencies(node.rope), interleaved)
-        self._program.rope(inputs[0], self._ropes[node.rope], out)
-
-    def _attend(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
-        queries, keys, values = inputs
-        self._program.write_kv(keys, values, node.layer)
-        self._program.attend(queries, node.layer, out)
-
-    def _logits(self, node: Node, inputs: list[Lanes], out: Lanes) -> None:
-        norm = self._vector(node.weights[1:]) if len(node.weights) > 1 else -1
-        head = node.weights[0]
-        self._program.logits(inputs[0], norm, node.eps, self._matrix([head]), self._kinds.input_dtype(head))
-
-    def _matrix(self, tensors: Sequence[RawTensor]) -> int:
-        """The packed matrix of tensors stacked by rows; the same tensors give the same one (tied embeddings)."""
-        key = tuple(id(tensor) for tensor in tensors)
-        if key not in self._matrices:
-            parts = [(tensor.type_name, tensor.data, tensor.shape[0]) for tensor in tensors]
-            mapped = all(_is_file_mapping(tensor.data) for tensor in tensors)
-            try:
-                packed = _native.pack(parts, tensors[0].shape[1], self._pool, mapped)
-            except ValueError as error:
-                raise ModelError(f"tensor {tensors[0].name!r} cannot be packed: {error}") from error
-            self._matrices[key] = self._program.add_matrix(packed)
-        return self._matrices[key]
-
-    def _vector(self, tensors: Sequence[RawTensor]) -> int:
-        """Vectors laid end to end."""
-        key = tuple(id(tensor) for tensor in tensors)
-        if key not in self._vectors:
-            values = np.concatenate([quant.dequantise(tensor).reshape(-1) for tensor in tensors])
-            self._vectors[key] = self._program.add_vector(values.tolist())
-        return self._vectors[key]
-
-
-def rope_frequencies(rope: RopeSpec) -> list[float]:
-    """Radians per position of each pair, as RopeSpec defines them."""
-    pairs = rope.dim // 2
-    factors = rope.factors or (1.0,) * pairs
-    return [rope.scale * rope.theta ** (-2.0 * i / rope.dim) / factors[i] for i in range(pairs)]
-
-
-def place_output(buffers: Buffers, node: Node, at: int) -> Lanes:
-    """Over an input that ends here, where the op allows it, else in a buffer of its own."""
-    over = node.residual if node.kind == "linear" and node.residual not in node.inputs else None
-    if node.kind in {"rms_norm", "rope", "swiglu", "add"}:
-        over = node.inputs[0]
-    taken = buffers.replace(over, node.outputs[0], at) if over is not None else None
-    return buffers.place(node.outputs) if taken is None else taken
-
-
-def _is_file_mapping(data: object) -> bool:
-    """Whether an array is a view into a memory-mapped file, whose pages can be given back after reading."""
-    while isinstance(data, np.ndarray):
-        data = data.base
-    return isinstance(data.obj if isinstance(data, memoryview) else data, mmap.mmap)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,10 @@ F32 = npt.NDArray[np.float32]
 
 MAX_TOP = 20
 """Alternatives per row that a step can report."""
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Of a gate g: "silu" is g / (1 + exp(-g)); "gelu_tanh" is g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3)))
+(Hendrycks and Gimpel 2016)."""
 
 X = TypeVar("X")
 """Activations, (rows, width): an array for the reference, a buffer symbol for the recorder."""
@@ -43,12 +47,28 @@ class Ops(Protocol[X, W]):
     def rope(self, x: X, rope: RopeSpec, head_dim: int) -> X:
         """Rotates each head, `head_dim` lanes, at the step's positions."""
 
-    def attend(self, q: X, k: X, v: X, layer: int) -> X:
-        """Writes this step's k and v into the cache, then causal attention over each row's own sequence, scaled by
-        head_dim ** -0.5. Reads back what it wrote, as the cache rounds it."""
+    def attend(  # noqa: PLR0913 - all that models ask of attention
+        self,
+        q: X,
+        k: X,
+        v: X,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: W | None = None,
+    ) -> X:
+        """Writes this step's k and v into the cache, then causal attention over each row's own sequence.
 
-    def swiglu(self, gate: X, up: X) -> X:
-        """silu(gate) * up."""
+        Keys and values are read back as the cache rounds them. A score is q . k * scale. `softcap` makes
+        softcap * tanh(score / softcap) of it (Gemma Team 2024). With a `window` a row at position p sees positions
+        p - window + 1 to p, else 0 to p. `sinks`, one logit per query head, join the softmax's sum and have no value
+        (Xiao et al. 2024).
+        """
+
+    def gated(self, gate: X, up: X, activation: Activation) -> X:
+        """activation(gate) * up (Shazeer 2020)."""
 
     def add(self, a: X, b: X) -> X:
         """a + b: the residual."""

@@ -1,27 +1,29 @@
-"""From a model file's calls to the ops that the compiled core replays: records them, then fuses.
+"""Records a model file's calls: a node type per op, each of which writes itself into the compiled core's recording.
 
-Knows the op list and which weights can share a matrix; knows nothing of the core, of buffers, or of a step. A pass
-takes the nodes in running order and gives them back so:
-
-    record              linear q, k, v ... add          as the model file wrote it
-    stack_linears       q, k, v -> one product          same input, same layout
-    fold_residuals      add(x, linear(h)) -> product    the sum is formed as the product is written
-    fold_head_norm      norm, logits -> logits          only the rows that need logits are normed
-    round_inputs        norm, swiglu -> levels or bf16  what only rounding products read is rounded where it is made
+Knows the op list and the names of the core's operands; knows nothing of buffers, of fusion (`fuse.py`) or of a step.
+A new op is a method of Recorder and a node type here.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Protocol
 
 from chairlift.errors import ModelError
-from chairlift.kernels.rounding import DType
+from chairlift.kernels.ops import Activation
+from chairlift.kernels.rounding import DType, score_scale
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
-Kind = Literal["embed", "rms_norm", "linear", "rope", "attend", "swiglu", "add", "logits", "quantise"]
+if TYPE_CHECKING:
+    from chairlift._native import Operand
+
+Lanes = tuple[int, int, int]
+"""Buffer, first lane, number of lanes."""
+
+NOTHING: Lanes = (-1, 0, 0)
+"""Where a node without output writes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,188 +34,264 @@ class Value:
     dtype: DType = "f32"
 
 
-@dataclass(eq=False, slots=True)
-class Node:
-    """One op. A stacked linear has several weights and as many outputs, side by side in one buffer."""
+class Writer(Protocol):
+    """What nodes write themselves into."""
 
-    kind: Kind
+    def record(self, op: str, /, **operands: Operand) -> None:
+        """Records one op of the core."""
+
+    def matrix(self, tensors: Sequence[RawTensor]) -> int:
+        """The number of the packed matrix of these tensors, stacked by rows."""
+
+    def vector(self, tensors: Sequence[RawTensor]) -> int:
+        """The number of the vector of these tensors, end to end."""
+
+    def input_dtype(self, weight: RawTensor) -> DType:
+        """What a product with this weight takes."""
+
+
+@dataclass(eq=False, slots=True)
+class Node(ABC):
+    """One op. Its outputs lie side by side in one buffer."""
+
     inputs: list[Value]
     outputs: list[Value]
-    weights: list[RawTensor] = field(default_factory=list)
-    biases: list[RawTensor] = field(default_factory=list)
-    residual: Value | None = None
-    eps: float = 0.0
-    rope: RopeSpec | None = None
-    head_dim: int = 0
-    layer: int = -1
+
+    @abstractmethod
+    def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
+        """Records the op. `inputs` are the lanes of `reads()`, in that order."""
 
     def reads(self) -> Iterator[Value]:
-        """Every value it needs."""
+        """Every value that the op reads."""
+        yield from self.inputs
+
+    def overwrites(self) -> Value | None:
+        """The value whose lanes the output may take, if nothing reads it later. None: the output needs its own."""
+        return None
+
+    def can_round(self) -> bool:
+        """Whether the op can write rounded rows itself."""
+        return False
+
+
+@dataclass(eq=False, slots=True)
+class Embed(Node):
+    """Rows of a table at the step's tokens."""
+
+    table: RawTensor
+
+    def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
+        """As native/ops/embed.cpp takes it."""
+        to.record("embed", table=to.matrix([self.table]), out=out)
+
+
+@dataclass(eq=False, slots=True)
+class RmsNorm(Node):
+    """Norm of each group of len(weight) lanes."""
+
+    weight: RawTensor
+    eps: float
+
+    def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
+        """As native/ops/rms_norm.cpp takes it."""
+        to.record("rms_norm", x=inputs[0], weight=to.vector([self.weight]), eps=self.eps, out=out)
+
+    def overwrites(self) -> Value | None:
+        """Its input."""
+        return self.inputs[0]
+
+    def can_round(self) -> bool:
+        """A norm of whole rows can."""
+        return self.weight.shape[0] == self.outputs[0].width
+
+
+@dataclass(eq=False, slots=True)
+class Linear(Node):
+    """x @ weight.T (+ bias) (+ residual). Stacked, it has several weights and as many outputs."""
+
+    weights: list[RawTensor]
+    biases: list[RawTensor] = field(default_factory=list)
+    residual: Value | None = None
+
+    def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
+        """As native/ops/linear.cpp takes it."""
+        extra: dict[str, Operand] = {}
+        if self.biases:
+            extra["bias"] = to.vector(self.biases)
+        if self.residual is not None:
+            extra["residual"] = inputs[1]
+        to.record("linear", x=inputs[0], matrix=to.matrix(self.weights), out=out, **extra)
+
+    def reads(self) -> Iterator[Value]:
+        """x and the residual."""
         yield from self.inputs
         if self.residual is not None:
             yield self.residual
 
+    def overwrites(self) -> Value | None:
+        """The residual."""
+        return None if self.residual in self.inputs else self.residual
 
-@dataclass(frozen=True, slots=True)
-class WeightKinds:
-    """How a weight is held and multiplied: the layout of its type, and what its input is rounded to."""
 
-    layout_of: Callable[[str], str]
-    input_dtype: Callable[[RawTensor], DType]
+@dataclass(eq=False, slots=True)
+class Rope(Node):
+    """Turns each head by its row's position."""
+
+    rope: RopeSpec
+    head_dim: int
+
+    def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
+        """As native/ops/rope.cpp takes it."""
+        frequencies = rope_frequencies(self.rope)
+        to.record("rope", x=inputs[0], frequencies=frequencies, style=self.rope.style, head_dim=self.head_dim, out=out)
+
+    def overwrites(self) -> Value | None:
+        """Its input."""
+        return self.inputs[0]
+
+
+@dataclass(eq=False, slots=True)
+class Attend(Node):
+    """Writes keys and values into the cache, then attends."""
+
+    layer: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: RawTensor | None = None
+
+    def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
+        """Two ops of native/ops/attend.cpp: all keys and values of the step are written before any is read."""
+        queries, keys, values = inputs
+        to.record("write_kv", keys=keys, values=values, layer=self.layer)
+        asked = {
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": None if self.sinks is None else to.vector([self.sinks]),
+        }
+        optional: dict[str, Operand] = {name: value for name, value in asked.items() if value is not None}
+        to.record("attend", queries=queries, layer=self.layer, scale=score_scale(self.scale), out=out, **optional)
+
+
+@dataclass(eq=False, slots=True)
+class Gated(Node):
+    """activation(gate) * up."""
+
+    activation: Activation
+
+    def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
+        """As native/ops/gated.cpp takes it."""
+        to.record("gated", gate=inputs[0], up=inputs[1], activation=self.activation, out=out)
+
+    def overwrites(self) -> Value | None:
+        """The gate."""
+        return self.inputs[0]
+
+    def can_round(self) -> bool:
+        """It can."""
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class Add(Node):
+    """a + b."""
+
+    def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
+        """As native/ops/add.cpp takes it."""
+        to.record("add", a=inputs[0], b=inputs[1], out=out)
+
+    def overwrites(self) -> Value | None:
+        """a."""
+        return self.inputs[0]
+
+
+@dataclass(eq=False, slots=True)
+class Logits(Node):
+    """Norm, head product and sampling of the logit rows. It has no output: it writes the step's result."""
+
+    head: RawTensor
+    norm: RmsNorm | None = None
+
+    def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
+        """As native/ops/logits.cpp takes it."""
+        norm: dict[str, Operand] = {}
+        if self.norm is not None:
+            norm = {"norm": to.vector([self.norm.weight]), "eps": self.norm.eps}
+        to.record("logits", x=inputs[0], matrix=to.matrix([self.head]), input=to.input_dtype(self.head), **norm)
+
+
+@dataclass(eq=False, slots=True)
+class Quantise(Node):
+    """Rounds rows to what the output's lanes are."""
+
+    def emit(self, to: Writer, inputs: list[Lanes], out: Lanes) -> None:
+        """As native/ops/quantise.cpp takes it."""
+        to.record("quantise", x=inputs[0], out=out)
 
 
 class Recorder:
-    """The op list on symbols: each call appends a node."""
+    """The op list on symbols: each call appends a node. `ops.Ops` says what the ops mean."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self.nodes: list[Node] = []
 
-    def _add(self, kind: Kind, inputs: list[Value], width: int) -> Node:
-        node = Node(kind, inputs, [Value(width)])
+    def _made_by(self, node: Node) -> Value:
         self.nodes.append(node)
-        return node
+        return node.outputs[0]
 
     def embed(self, table: RawTensor) -> Value:
-        """Rows of the table at the step's tokens."""
-        node = self._add("embed", [], table.shape[1])
-        node.weights = [table]
-        return node.outputs[0]
+        """Appends an Embed."""
+        return self._made_by(Embed([], [Value(table.shape[1])], table))
 
     def rms_norm(self, x: Value, weight: RawTensor, eps: float) -> Value:
-        """Norm of each group of len(weight) lanes."""
-        node = self._add("rms_norm", [x], x.width)
-        node.weights, node.eps = [weight], eps
-        return node.outputs[0]
+        """Appends an RmsNorm."""
+        return self._made_by(RmsNorm([x], [Value(x.width)], weight, eps))
 
     def linear(self, x: Value, weight: RawTensor, bias: RawTensor | None = None) -> Value:
-        """x @ weight.T + bias."""
+        """Appends a Linear. ModelError when the weight does not map x."""
         rows, cols = weight.shape
         if cols != x.width:
             raise ModelError(f"tensor {weight.name!r} maps {cols} lanes; its input has {x.width}")
-        node = self._add("linear", [x], rows)
-        node.weights = [weight]
-        node.biases = [] if bias is None else [bias]
-        return node.outputs[0]
+        return self._made_by(Linear([x], [Value(rows)], [weight], [] if bias is None else [bias]))
 
     def rope(self, x: Value, rope: RopeSpec, head_dim: int) -> Value:
-        """Rotates each head at the step's positions."""
-        node = self._add("rope", [x], x.width)
-        node.rope, node.head_dim = rope, head_dim
-        return node.outputs[0]
+        """Appends a Rope."""
+        return self._made_by(Rope([x], [Value(x.width)], rope, head_dim))
 
-    def attend(self, q: Value, k: Value, v: Value, layer: int) -> Value:
-        """Writes k and v into the cache, then attention over it."""
+    def attend(  # noqa: PLR0913 - all that models ask of attention
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: RawTensor | None = None,
+    ) -> Value:
+        """Appends an Attend."""
         spec = self._spec.layers[layer]
-        node = self._add("attend", [q, k, v], spec.num_heads * spec.value_dim)
-        node.layer = layer
-        return node.outputs[0]
+        out = Value(spec.num_heads * spec.value_dim)
+        return self._made_by(Attend([q, k, v], [out], layer, scale, window, softcap, sinks))
 
-    def swiglu(self, gate: Value, up: Value) -> Value:
-        """silu(gate) * up."""
-        return self._add("swiglu", [gate, up], gate.width).outputs[0]
+    def gated(self, gate: Value, up: Value, activation: Activation) -> Value:
+        """Appends a Gated."""
+        return self._made_by(Gated([gate, up], [Value(gate.width)], activation))
 
     def add(self, a: Value, b: Value) -> Value:
-        """a + b."""
-        return self._add("add", [a, b], a.width).outputs[0]
+        """Appends an Add."""
+        return self._made_by(Add([a, b], [Value(a.width)]))
 
     def logits(self, x: Value, head: RawTensor) -> Value:
-        """linear(x, head) for the rows that need logits."""
-        node = self._add("logits", [x], head.shape[0])
-        node.weights = [head]
-        return node.outputs[0]
+        """Appends the Logits."""
+        self.nodes.append(Logits([x], [], head))
+        return Value(head.shape[0])
 
 
-def fuse(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
-    """All passes in their order."""
-    nodes = stack_linears(nodes, kinds)
-    nodes = fold_residuals(nodes)
-    nodes = fold_head_norm(nodes)
-    return round_inputs(nodes, kinds)
-
-
-def stack_linears(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
-    """Joins linears of one input whose weights share a layout (q, k, v; gate, up) into one product."""
-    stacked: list[Node] = []
-    open_stacks: dict[tuple[int, str, DType, bool], Node] = {}
-    for node in nodes:
-        if node.kind == "linear":
-            weight = node.weights[0]
-            layout, dtype = kinds.layout_of(weight.type_name), kinds.input_dtype(weight)
-            key = (id(node.inputs[0]), layout, dtype, bool(node.biases))
-            if key in open_stacks:
-                first = open_stacks[key]
-                first.weights += node.weights
-                first.biases += node.biases
-                first.outputs += node.outputs
-                continue
-            open_stacks[key] = node
-        stacked.append(node)
-    return stacked
-
-
-def count_uses(nodes: list[Node]) -> Counter[Value]:
-    """How often each value is read."""
-    return Counter(value for node in nodes for value in node.reads())
-
-
-def fold_residuals(nodes: list[Node]) -> list[Node]:
-    """Lets a product write the sum, where the add is its only reader and the other term exists before it."""
-    uses = count_uses(nodes)
-    made_at = {value: i for i, node in enumerate(nodes) for value in node.outputs}
-    linears = {node.outputs[0]: node for node in nodes if node.kind == "linear" and len(node.outputs) == 1}
-    folded: list[Node] = []
-    for node in nodes:
-        product = None
-        if node.kind == "add":
-            for term, other in (node.inputs, node.inputs[::-1]):
-                linear = linears.get(term)
-                if linear and uses[term] == 1 and linear.residual is None and made_at[other] < made_at[term]:
-                    product, product.residual, product.outputs = linear, other, node.outputs
-                    break
-        if product is None:
-            folded.append(node)
-    return folded
-
-
-def fold_head_norm(nodes: list[Node]) -> list[Node]:
-    """Lets the logits norm their own rows, where nothing else reads the last norm."""
-    head = nodes[-1]
-    uses = count_uses(nodes)
-    for node in nodes:
-        if node.kind == "rms_norm" and node.outputs[0] is head.inputs[0] and uses[node.outputs[0]] == 1:
-            head.weights.append(node.weights[0])
-            head.eps, head.inputs = node.eps, node.inputs
-            return [other for other in nodes if other is not node]
-    return nodes
-
-
-def can_round(node: Node) -> bool:
-    """Whether the op can write rounded rows itself: a SwiGLU, or a norm of whole rows."""
-    return node.kind == "swiglu" or (node.kind == "rms_norm" and node.weights[0].shape[0] == node.outputs[0].width)
-
-
-def round_inputs(nodes: list[Node], kinds: WeightKinds) -> list[Node]:
-    """Gives products the inputs that they take: a value is rounded once, by its maker when nothing else reads it."""
-
-    def input_dtype(node: Node) -> DType:
-        return kinds.input_dtype(node.weights[0]) if node.kind == "linear" else "f32"
-
-    uses = count_uses(nodes)
-    alike = Counter((node.inputs[0], input_dtype(node)) for node in nodes if node.kind == "linear")
-    makers = {value: node for node in nodes for value in node.outputs}
-    rounded: dict[tuple[Value, DType], Value] = {}
-    result: list[Node] = []
-    for node in nodes:
-        dtype = input_dtype(node)
-        if dtype != "f32":
-            x = node.inputs[0]
-            if can_round(makers[x]) and uses[x] == alike[x, dtype]:
-                x.dtype = dtype
-            else:
-                if (x, dtype) not in rounded:
-                    rounded[x, dtype] = Value(x.width, dtype)
-                    result.append(Node("quantise", [x], [rounded[x, dtype]]))
-                node.inputs = [rounded[x, dtype]]
-        result.append(node)
-    return result
+def rope_frequencies(rope: RopeSpec) -> list[float]:
+    """Radians per position of each pair, as RopeSpec defines them."""
+    pairs = rope.dim // 2
+    factors = rope.factors or (1.0,) * pairs
+    return [rope.scale * rope.theta ** (-2.0 * i / rope.dim) / factors[i] for i in range(pairs)]

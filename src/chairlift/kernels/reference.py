@@ -7,7 +7,7 @@ float32 in any order. Keys and values are read back from the cache, as it rounde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,8 +18,8 @@ from chairlift.errors import ConfigError
 from chairlift.kernels import sampling
 from chairlift.kernels.backend import KVDtype, KVLayout, LoadSpec
 from chairlift.kernels.cpu import CPUBackend, CPUSettings, choose_threads, wanted_bits
-from chairlift.kernels.ops import F32, I32, MAX_TOP, Forward, LogitResult, StepArrays
-from chairlift.kernels.rounding import ActivationBits, input_bits
+from chairlift.kernels.ops import F32, I32, MAX_TOP, Activation, Forward, LogitResult, StepArrays
+from chairlift.kernels.rounding import ActivationBits, input_bits, score_scale
 from chairlift.kernels.validate import check_step
 from chairlift.machine import Machine
 from chairlift.models import quant
@@ -27,6 +27,8 @@ from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
 TILE, SPLIT = 64, 512
 """Positions that share a softmax maximum, and those after which a new one begins; counted from position 0."""
+
+LOG2_E = np.float32(np.log2(np.e))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,25 +220,39 @@ class ReferenceOps:
         heads[:, :, second] = a * sin + b * cos
         return heads.reshape(x.shape)
 
-    def attend(self, q: F32, k: F32, v: F32, layer: int) -> F32:
-        """Writes k and v of the whole step, then lets each row attend to positions 0..p of its sequence."""
+    def attend(  # noqa: PLR0913 - all that models ask of attention
+        self,
+        q: F32,
+        k: F32,
+        v: F32,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Weight | None = None,
+    ) -> F32:
+        """Writes k and v of the whole step, then lets each row attend to what it sees of its sequence."""
         spec, step = self._spec.layers[layer], self._step
         keys, values = self._pools[layer]
         keys.write(step.slots, k.reshape(-1, spec.num_kv_heads, spec.head_dim))
         values.write(step.slots, v.reshape(-1, spec.num_kv_heads, spec.value_dim))
         queries = q.reshape(-1, spec.num_kv_heads, spec.group_size, spec.head_dim)
+        scores = Scores(scale, softcap, None if sinks is None else plain(sinks).reshape(-1, spec.group_size))
         out = np.empty((len(q), spec.num_heads * spec.value_dim), np.float32)
         for s in range(len(step.seq_starts) - 1):
             table = step.block_tables[step.table_starts[s] : step.table_starts[s + 1]]
             slots = (table[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
             for row in range(step.seq_starts[s], step.seq_starts[s + 1]):
-                visible = slots[: step.positions[row] + 1]
-                out[row] = attention(queries[row], keys.read(visible), values.read(visible)).reshape(-1)
+                end = int(step.positions[row]) + 1
+                first = 0 if window is None else max(0, end - window)
+                seen = slots[first:end]
+                out[row] = attention(queries[row], keys.read(seen), values.read(seen), scores, first).reshape(-1)
         return out
 
-    def swiglu(self, gate: F32, up: F32) -> F32:
-        """silu(gate) * up (Shazeer 2020)."""
-        return by_row(silu, gate) * up
+    def gated(self, gate: F32, up: F32, activation: Activation) -> F32:
+        """activation(gate) * up."""
+        return by_row(ACTIVATIONS[activation], gate) * up
 
     def add(self, a: F32, b: F32) -> F32:
         """a + b."""
@@ -276,6 +292,16 @@ def silu(x: F32) -> F32:
     """x / (1 + exp(-x)); 0 where the exponential overflows, as it should."""
     y: F32 = x / (np.exp(-x) + 1)
     return y
+
+
+def gelu_tanh(x: F32) -> F32:
+    """x / 2 * (1 + tanh(u)), written as x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 x^3)."""
+    cubic = x * (np.float32(1) + np.float32(0.044715) * x * x)
+    y: F32 = x / (np.exp(np.float32(-2 * np.sqrt(2 / np.pi)) * cubic) + 1)
+    return y
+
+
+ACTIVATIONS: Mapping[Activation, Callable[[F32], F32]] = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
 def float_linear(x: F32, weight: F32) -> F32:
@@ -334,22 +360,56 @@ def to_levels(x: F32, most: int = 127) -> tuple[F32, F32]:
     return np.rint(lanes), amax / np.float32(most)
 
 
-def attention(q: F32, keys: Kept, values: Kept) -> F32:
-    """One row: q (kv heads, group, width) on keys and values of its positions, (kv heads, group, width).
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer makes scores of products: see `Ops.attend`. Inside, scores are in units of ln 2."""
 
-    Splits of SPLIT positions by themselves, joined in ascending order (Milakov and Gimelshein 2018; Dao 2023).
+    scale: float
+    softcap: float | None = None
+    sinks: F32 | None = None  # (kv heads, group)
+
+    @property
+    def per_product(self) -> np.float32:
+        """What a product of query and key is multiplied by."""
+        return np.float32(score_scale(self.scale)) * LOG2_E
+
+    def capped(self, scores: F32) -> F32:
+        """Scores kept within the softcap."""
+        if self.softcap is None:
+            return scores
+        cap = np.float32(self.softcap) * LOG2_E
+        capped: F32 = cap * np.tanh(scores / cap)
+        return capped
+
+
+def aligned(first: int, count: int, size: int) -> Iterator[slice]:
+    """`count` positions from `first` on, cut at multiples of `size`; slices count from `first`."""
+    begin = 0
+    while begin < count:
+        end = min(count, begin + size - (first + begin) % size)
+        yield slice(begin, end)
+        begin = end
+
+
+def attention(q: F32, keys: Kept, values: Kept, scores: Scores, first: int = 0) -> F32:
+    """One row: q (kv heads, group, width) on keys and values of positions from `first` on, (kv heads, group, width).
+
+    Splits of SPLIT positions by themselves, joined in ascending order (Milakov and Gimelshein 2018; Dao 2023), then
+    the sinks.
     """
-    scale = np.float32(1) / np.sqrt(np.float32(q.shape[-1])) * np.float32(np.log2(np.e))
     if keys.scale is None:
-        query = Kept(to_bf16(q * scale))
+        query = Kept(to_bf16(q * scores.per_product))
     else:
         levels, of_level = to_levels(q)
-        query = Kept(levels, of_level * scale)
+        query = Kept(levels, of_level * scores.per_product)
     whole = None
-    for start in range(0, len(keys.data), SPLIT):
-        part = attend_split(query, keys[start : start + SPLIT], values[start : start + SPLIT])
+    for split in aligned(first, len(keys.data), SPLIT):
+        part = attend_split(query, keys[split], values[split], scores, first + split.start)
         whole = part if whole is None else join(whole, part)
     assert whole is not None
+    if scores.sinks is not None:
+        nothing = np.zeros_like(whole.out)
+        whole = join(whole, Softmax(scores.sinks * LOG2_E, np.ones_like(whole.sum), nothing))
     out: F32 = whole.out / whole.sum[:, :, None]
     return out
 
@@ -363,7 +423,7 @@ class Softmax:
     out: F32  # (kv heads, group, width)
 
 
-def attend_split(q: Kept, keys: Kept, values: Kept) -> Softmax:
+def attend_split(q: Kept, keys: Kept, values: Kept, of: Scores, first: int) -> Softmax:
     """Tiles of TILE positions under a running maximum; weights are rounded to bf16, with int8 to 16 bits.
 
     Those are levels of a weight times its value's scale, by one scale for the tile.
@@ -373,11 +433,12 @@ def attend_split(q: Kept, keys: Kept, values: Kept) -> Softmax:
     queries = q.data.shape[:2]
     out = np.zeros((*queries, values.data.shape[2]), np.float32)
     state = Softmax(np.full(queries, -np.inf, np.float32), np.zeros(queries, np.float32), out)
-    for start in range(0, len(keys.data), TILE):
-        key, value = keys[start : start + TILE], values[start : start + TILE]
+    for tile in aligned(first, len(keys.data), TILE):
+        key, value = keys[tile], values[tile]
         scores = np.einsum("hgd,phd->hgp", q.data, key.data, optimize=False)
         if q.scale is not None and key.scale is not None:
             scores *= key.scale.T[:, None] * q.scale[:, :, None]
+        scores = of.capped(scores)
         top = np.maximum(state.max, scores.max(axis=2))
         weights = np.exp2(scores - top[:, :, None])
         if value.scale is None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from chairlift.models.spec import RawTensor
 
 ActivationBits = Literal[8, 16]
@@ -36,3 +38,11 @@ def input_dtype(weight: RawTensor, activation_bits: ActivationBits) -> DType:
     if weight.type_name == "BF16":
         return "bf16"
     return "int8" if input_bits(weight.name, activation_bits) == 8 else "int16"
+
+
+def score_scale(scale: float) -> float:
+    """What attention multiplies its scores by, exact in float32: 1 / (1 / scale), each rounded to float32.
+
+    Models name a scale as the inverse of a root (head_dim ** -0.5): the root is what is rounded.
+    """
+    return float(np.float32(1) / np.float32(1 / scale))

@@ -33,13 +33,13 @@ def forward(ops: Ops[X, W], spec: ModelSpec, weights: Mapping[str, W]) -> X:
         q = ops.rms_norm(q, weights[name + "attn_q_norm.weight"], spec.rms_eps)
         k = ops.rms_norm(k, weights[name + "attn_k_norm.weight"], spec.rms_eps)
         q, k = ops.rope(q, layer.rope, layer.head_dim), ops.rope(k, layer.rope, layer.head_dim)
-        h = ops.attend(q, k, v, index)
+        h = ops.attend(q, k, v, index, scale=layer.head_dim**-0.5, window=layer.window)
         x = ops.add(x, ops.linear(h, weights[name + "attn_output.weight"]))
 
         h = ops.rms_norm(x, weights[name + "ffn_norm.weight"], spec.rms_eps)
         gate = ops.linear(h, weights[name + "ffn_gate.weight"])
         up = ops.linear(h, weights[name + "ffn_up.weight"])
-        x = ops.add(x, ops.linear(ops.swiglu(gate, up), weights[name + "ffn_down.weight"]))
+        x = ops.add(x, ops.linear(ops.gated(gate, up, "silu"), weights[name + "ffn_down.weight"]))
 
     x = ops.rms_norm(x, weights["output_norm.weight"], spec.rms_eps)
     return ops.logits(x, weights["output.weight"])

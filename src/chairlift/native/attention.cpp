@@ -4,12 +4,11 @@
 #include <math.h>
 #include <string.h>
 
-#include "attention_pack.h"
+#include "attention_tile.h"
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 namespace {
 
-constexpr float kInverseLn2 = 1.44269504F;
 static_assert(kSplitPositions % kTilePositions == 0);
 
 int lanes_left(int n, int i) { return n - i < kLanes ? n - i : kLanes; }
@@ -18,6 +17,17 @@ int lanes_left(int n, int i) { return n - i < kLanes ? n - i : kLanes; }
 int first_query_at(const AttendTask& task, int position) {
     const int row = position - task.first_position;
     return row > 0 ? row * task.group_size : 0;
+}
+
+// The query behind the last that reads anything before `position`: those of later rows have windows that begin there or later.
+int end_query_before(const AttendTask& task, int position) {
+    const int64_t row = int64_t{position} + task.params.window - 1 - task.first_position;
+    return row < task.num_rows ? static_cast<int>(row > 0 ? row : 0) * task.group_size : num_queries(task);
+}
+
+// Where a split begins; splits are counted from the first that the task reads.
+int split_start(const AttendTask& task, int split) {
+    return (first_read(task.params, task.first_position) / kSplitPositions + split) * kSplitPositions;
 }
 
 // Levels of a head by one scale: amax / 127; NaN when a lane is not finite.
@@ -41,19 +51,19 @@ float round_head(const float* x, int head_dim, int8_t* levels) {
 
 static_assert(kMaxHeadDim % kLanes == 0);  // what is rounded past a head's end has room
 
-// A task's queries times its scale / ln 2, rounded, cut into packs as equal as they can be.
+// A task's queries times its scale / ln 2, rounded, cut into bundles as equal as they can be.
 template <class Cell>
 struct Queries {
-    int num_packs;
+    int num_bundles;
     typename Cell::Query lanes[kMaxTaskQueries * kMaxHeadDim];
     float scales[kMaxTaskQueries];
     int32_t level_sums[kMaxTaskQueries];
 
-    explicit Queries(const AttendTask& task) : num_packs((num_queries(task) + kMaxPack - 1) / kMaxPack) {
+    explicit Queries(const AttendTask& task) : num_bundles((num_queries(task) + kMaxBundle - 1) / kMaxBundle) {
         const int head_dim = task.shape->head_dim;
-        for (int pack = 0; pack < num_packs; ++pack) {
-            const int first = first_query(task, pack);
-            const int width = first_query(task, pack + 1) - first;
+        for (int bundle = 0; bundle < num_bundles; ++bundle) {
+            const int first = first_query(task, bundle);
+            const int width = first_query(task, bundle + 1) - first;
             for (int i = 0; i < width; ++i) {
                 typename Cell::Query rounded[kMaxHeadDim] = {};  // GCC warns else: it does not follow round_query
                 round_query(task, first + i, rounded);
@@ -67,8 +77,8 @@ struct Queries {
         }
     }
 
-    int first_query(const AttendTask& task, int pack) const { return num_queries(task) * pack / num_packs; }
-    PackQueries<Cell> pack(const AttendTask& task, int first) const {
+    int first_query(const AttendTask& task, int bundle) const { return num_queries(task) * bundle / num_bundles; }
+    BundleQueries<Cell> bundle(const AttendTask& task, int first) const {
         return {lanes + first * task.shape->head_dim, scales + first, level_sums + first};
     }
 
@@ -77,7 +87,7 @@ private:
         const int head_dim = task.shape->head_dim;
         const int64_t row = query / task.group_size;
         const float* const from = task.queries + row * task.query_stride + query % task.group_size * head_dim;
-        const float scale = task.scale * kInverseLn2;
+        const float scale = task.params.scale * kInverseLn2;
         if constexpr (Cell::kScaled) {
             int8_t levels[kMaxHeadDim];
             scales[query] = round_head(from, head_dim, levels) * scale;
@@ -106,20 +116,20 @@ void find_records(const AttendTask& task, int position, int end, const uint8_t**
     }
 }
 
-// Runs `width` queries, at most kPack.
-template <class Cell, int kPack>
-void run_pack(const AttendTask& task, const Tile& tile, const State<float>& state, const PackQueries<Cell>& queries,
+// Runs `width` queries, at most kBundle.
+template <class Cell, int kBundle>
+void run_bundle(const AttendTask& task, const Tile& tile, const State<float>& state, const BundleQueries<Cell>& queries,
               int first, int width) {
-    if constexpr (kPack > 1) {
-        if (width < kPack) return run_pack<Cell, kPack - 1>(task, tile, state, queries, first, width);
+    if constexpr (kBundle > 1) {
+        if (width < kBundle) return run_bundle<Cell, kBundle - 1>(task, tile, state, queries, first, width);
     }
-    Pack<Cell, kPack>(task, tile, state, first).run(queries);
+    Bundle<Cell, kBundle>(task, tile, state, first).run(queries);
 }
 
-// One split, for the queries that read any of it.
+// One of the splits that the task reads, for the queries that read any of it.
 template <class Cell>
 void run_split(const AttendTask& task, const Queries<Cell>& queries, int split, const State<float>& state) {
-    const int begin = split * kSplitPositions;
+    const int begin = split_start(task, split);
     const int last = task.first_position + task.num_rows;
     const int end = last - begin < kSplitPositions ? last : begin + kSplitPositions;
     for (int query = 0; query < num_queries(task); ++query) {
@@ -128,26 +138,32 @@ void run_split(const AttendTask& task, const Queries<Cell>& queries, int split, 
     }
     memset(state.values, 0, sizeof(float) * static_cast<size_t>(num_queries(task) * state.dim));
     Tile tile;
-    tile.fetch_near = queries.num_packs == 1;
-    for (int position = begin; position < end; position += kTilePositions) {
+    tile.fetch_near = queries.num_bundles == 1;
+    // Tiles before every row's window are left out.
+    const int first_tile = first_read(task.params, task.first_position) / kTilePositions * kTilePositions;
+    for (int position = begin > first_tile ? begin : first_tile; position < end; position += kTilePositions) {
         find_records(task, position, last, tile.records);
         find_records(task, position + kTilePositions, last, tile.next);
         tile.first_position = position;
         tile.num_positions = end - position < kTilePositions ? end - position : kTilePositions;
         const int first_reader = first_query_at(task, position);
-        for (int pack = 0; pack < queries.num_packs; ++pack) {
-            const int first = queries.first_query(task, pack);
-            const int next = queries.first_query(task, pack + 1);
-            if (next <= first_reader) continue;
-            tile.fetch_far = pack + 1 == queries.num_packs;
-            run_pack<Cell, kMaxPack>(task, tile, state, queries.pack(task, first), first, next - first);
+        const int end_reader = end_query_before(task, position + kTilePositions);
+        for (int bundle = 0; bundle < queries.num_bundles; ++bundle) {
+            const int first = queries.first_query(task, bundle);
+            const int next = queries.first_query(task, bundle + 1);
+            if (next <= first_reader || first >= end_reader) continue;
+            tile.fetch_far = bundle + 1 == queries.num_bundles;
+            run_bundle<Cell, kMaxBundle>(task, tile, state, queries.bundle(task, first), first, next - first);
         }
     }
 }
 
-// Joins a later split's state into the whole's.
+// Joins a later split's state into the whole's, for the queries that read any of it. The whole of a query that read none yet
+// is empty: a maximum of -inf, by whose weight of 0 it is left behind.
 void merge(const AttendTask& task, int split, const State<const float>& part, const State<float>& whole) {
-    for (int query = first_query_at(task, split * kSplitPositions); query < num_queries(task); ++query) {
+    const int start = split_start(task, split);
+    const int end = end_query_before(task, start + kSplitPositions);
+    for (int query = first_query_at(task, start); query < end; ++query) {
         const float top = part.max[query] > whole.max[query] ? part.max[query] : whole.max[query];
         const float keep = exp2_of(whole.max[query] - top);
         const float take = exp2_of(part.max[query] - top);
@@ -163,10 +179,19 @@ void merge(const AttendTask& task, int split, const State<const float>& part, co
 void write_out(const AttendTask& task, const State<float>& whole) {
     const int head_dim = task.shape->head_dim;
     for (int query = 0; query < num_queries(task); ++query) {
-        float* const out = task.out + query / task.group_size * task.out_stride + query % task.group_size * head_dim;
-        const Vec sum = splat(whole.sum[query]);
+        const int head = query % task.group_size;
+        float* const out = task.out + query / task.group_size * task.out_stride + head * head_dim;
+        float keep = 1.0F;
+        float total = whole.sum[query];
+        if (task.sinks != nullptr) {
+            const float sink = task.sinks[head] * kInverseLn2;
+            const float top = sink > whole.max[query] ? sink : whole.max[query];
+            keep = exp2_of(whole.max[query] - top);
+            total = total * keep + exp2_of(sink - top);
+        }
         for (int lane = 0; lane < head_dim; lane += kLanes) {
-            store(out + lane, load(whole.values + query * whole.dim + lane) / sum, lanes_left(head_dim, lane));
+            const Vec values = load(whole.values + query * whole.dim + lane) * splat(keep);
+            store(out + lane, values / splat(total), lanes_left(head_dim, lane));
         }
     }
 }
@@ -200,7 +225,7 @@ void attend_split(const AttendTask& task, int split, float* part) {
 
 void join(const AttendTask& task, const float* parts) {
     alignas(kLineBytes) float first[kMaxPartFloats];
-    const size_t floats = part_floats(*task.shape, num_queries(task));
+    const size_t floats = part_floats(task.shape->head_dim, num_queries(task));
     memcpy(first, parts, sizeof(float) * floats);
     const State<float> whole(first, task);
     for (int split = 1; split < num_splits(task); ++split) {

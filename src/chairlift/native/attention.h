@@ -35,7 +35,7 @@ static constexpr size_t kCacheSlackBytes = 64;
 
 enum class KVType { bf16, int8 };
 
-// Sizes and offsets of one layer's cache; the same for all layers. Made by kv_shape() in kv.h.
+// Sizes and offsets of one layer's cache. Made by kv_shape() in kv.h.
 struct KVShape {
     KVType type;
     int num_kv_heads;
@@ -45,6 +45,24 @@ struct KVShape {
     size_t record_bytes;
     size_t block_bytes;   // all KV heads of a block
 };
+
+// What a layer asks of attention; the same in every step.
+struct AttendParams {
+    float scale;             // of scores
+    int window = INT32_MAX;  // positions that a row sees, its own included
+    float softcap = 0.0F;    // a score becomes softcap * tanh(score / softcap); 0: it stays
+
+    bool operator==(const AttendParams&) const = default;
+};
+
+// The first position that a row at `position` reads, and how many splits of positions rows from there on read.
+static inline int first_read(const AttendParams& params, int position) {
+    return position < params.window ? 0 : position - params.window + 1;
+}
+static inline int num_splits(const AttendParams& params, int position, int num_rows) {
+    const int first = first_read(params, position) / kSplitPositions;
+    return (position + num_rows + kSplitPositions - 1) / kSplitPositions - first;
+}
 
 // One token's keys and values, to be rounded into `slot` = block * 16 + offset.
 struct KVWrite {
@@ -63,28 +81,29 @@ struct AttendTask {
     int kv_head;
     int group_size;         // query heads per KV head; num_rows * group_size <= kMaxTaskQueries
     int num_rows;
-    int first_position;     // row r stands at first_position + r and reads positions 0 .. first_position + r
+    int first_position;     // row r stands at first_position + r and reads positions from first_read() to its own
     const float* queries;   // first row, first head of the group; heads are head_dim apart
     int64_t query_stride;   // floats from a row to the next
     float* out;             // as queries
     int64_t out_stride;
-    float scale;            // head_dim ** -0.5
+    AttendParams params;
+    const float* sinks;     // one logit per head of the group, which joins the softmax's sum; null: none
 };
 
 static inline int num_splits(const AttendTask& task) {
-    return (task.first_position + task.num_rows + kSplitPositions - 1) / kSplitPositions;
+    return num_splits(task.params, task.first_position, task.num_rows);
 }
 
 // Floats that a split of a task of so many queries leaves: maximum and sum of each, and its weighted sum of the values.
-static inline size_t part_floats(const KVShape& shape, int num_queries) {
-    return static_cast<size_t>(num_queries) * (2 + (static_cast<size_t>(shape.head_dim) + 15) / 16 * 16);
+static inline size_t part_floats(int head_dim, int num_queries) {
+    return static_cast<size_t>(num_queries) * (2 + (static_cast<size_t>(head_dim) + 15) / 16 * 16);
 }
 
 struct AttentionKernels {
     void (*write)(const KVWrite& write);
     void (*attend)(const AttendTask& task);
-    // The same in pieces, on any threads: each of the num_splits(task) splits into part_floats() of its own, in any order;
-    // then all parts, which lie one after the other, into the rows' outputs.
+    // The same split by split, on any threads and in any order: each of the num_splits(task) that are read into part_floats()
+    // of its own; then all parts, which lie one after the other, into the rows' outputs.
     void (*attend_split)(const AttendTask& task, int split, float* part);
     void (*join)(const AttendTask& task, const float* parts);
 };

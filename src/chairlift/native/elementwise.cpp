@@ -9,9 +9,9 @@
 namespace chairlift::CHAIRLIFT_ISA_NS {
 namespace {
 
-constexpr int kQuantBlock = 32;
-constexpr int kHalfBlock = 16;
-constexpr float kZeros[kQuantBlock] = {};
+constexpr int kScaleLanes = 32;
+constexpr int kHalfLanes = 16;
+constexpr float kZeros[kScaleLanes] = {};
 
 int lanes_left(int n, int i) { return n - i < kLanes ? n - i : kLanes; }
 
@@ -34,11 +34,11 @@ void scale(const float* x, const float* weight, float factor, int n, float* out)
 
 // The ranges of some blocks' lanes and 0, each as its largest and its negated smallest lane; NaN when a lane is not finite.
 void find_ranges(const float* x, int blocks, float* tops, float* bottoms) {
-    for (int block = 0; block < blocks; ++block, x += kQuantBlock) {
+    for (int block = 0; block < blocks; ++block, x += kScaleLanes) {
         Vec top = zero();
         Vec bottom = zero();
         Vec doubt = zero();  // x - x is 0 for a finite x, else NaN
-        for (int i = 0; i < kQuantBlock; i += kLanes) {
+        for (int i = 0; i < kScaleLanes; i += kLanes) {
             const Vec v = load(x + i);
             top = max(top, v);
             bottom = max(bottom, zero() - v);
@@ -56,7 +56,7 @@ void find_ranges(const float* x, int blocks, float* tops, float* bottoms) {
 template <int kBytes>
 void write_levels(const float* x, float inverse, float offset, const RoundedLanes& out) {
     Vec halves[2] = {zero(), zero()};
-    for (int i = 0; i < kQuantBlock; i += kLanes) {
+    for (int i = 0; i < kScaleLanes; i += kLanes) {
         Vec level = round(load(x + i) * splat(inverse));
         if constexpr (kBytes == 1) {
             const Vec q = max(splat(-127.0F), min(splat(127.0F), level - splat(offset)));
@@ -65,9 +65,9 @@ void write_levels(const float* x, float inverse, float offset, const RoundedLane
         } else {
             const Vec high = round((level + splat(0.5F)) * splat(1.0F / 256.0F));  // ties go up: low stays within int8
             store_i8(out.q + i, high);
-            store_i8(out.q + kQuantBlock + i, level - high * splat(256.0F));
+            store_i8(out.q + kScaleLanes + i, level - high * splat(256.0F));
         }
-        halves[i / kHalfBlock] = halves[i / kHalfBlock] + level;
+        halves[i / kHalfLanes] = halves[i / kHalfLanes] + level;
     }
     float both[2];
     sums(halves[0], halves[1], both);
@@ -94,29 +94,41 @@ void quantise_blocks(const float* x, int blocks, const RoundedLanes& out) {
     store(inverses, inverse);
     store(offsets, kBytes == 1 ? round((top - bottom) * splat(0.5F) * inverse) : zero());
     for (int b = 0; b < blocks; ++b) {
-        const RoundedLanes at{out.q + b * kBytes * kQuantBlock, nullptr, out.offsets + 2 * b, out.sums + b, out.half_sums + 2 * b};
+        const RoundedLanes at{out.q + b * kBytes * kScaleLanes, nullptr, out.offsets + 2 * b, out.sums + b, out.half_sums + 2 * b};
         // A block that is all zero, or so small that this overflows, or not finite, has levels of 0.
         const bool usable = isfinite(inverses[b]);
-        write_levels<kBytes>(usable ? x + b * kQuantBlock : kZeros, usable ? inverses[b] : 0.0F, usable ? offsets[b] : 0.0F, at);
+        write_levels<kBytes>(usable ? x + b * kScaleLanes : kZeros, usable ? inverses[b] : 0.0F, usable ? offsets[b] : 0.0F, at);
     }
 }
 
 template <int kBytes>
 void quantise(const float* x, int n, const RoundedLanes& out) {
-    const int blocks = n / kQuantBlock;
+    const int blocks = n / kScaleLanes;
     for (int first = 0; first < blocks; first += kLanes) {
-        const RoundedLanes at{out.q + first * kBytes * kQuantBlock, out.scales + first, out.offsets + 2 * first, out.sums + first,
+        const RoundedLanes at{out.q + first * kBytes * kScaleLanes, out.scales + first, out.offsets + 2 * first, out.sums + first,
                               out.half_sums + 2 * first};
-        quantise_blocks<kBytes>(x + first * kQuantBlock, lanes_left(blocks, first), at);
+        quantise_blocks<kBytes>(x + first * kScaleLanes, lanes_left(blocks, first), at);
     }
 }
 
-void swiglu(const float* gate, const float* up, int n, float* out) {
+// gate / (1 + exp(-gate)) * up.
+void gate_silu(const float* gate, const float* up, int n, float* out) {
     for (int i = 0; i < n; i += kLanes) {
         const int left = lanes_left(n, i);
         const Vec g = load(gate + i, left);
         const Vec silu = g / (splat(1.0F) + exp(zero() - g));
         store(out + i, silu * load(up + i, left), left);
+    }
+}
+
+// gate / (1 + exp(-2 sqrt(2 / pi) (gate + 0.044715 gate^3))) * up.
+void gate_gelu_tanh(const float* gate, const float* up, int n, float* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const int left = lanes_left(n, i);
+        const Vec g = load(gate + i, left);
+        const Vec cubic = g * fma(g * g, splat(0.044715F), splat(1.0F));
+        const Vec gelu = g / (splat(1.0F) + exp(cubic * splat(-1.59576912F)));
+        store(out + i, gelu * load(up + i, left), left);
     }
 }
 
@@ -163,6 +175,13 @@ void rope(const float* x, const RopeRow& rope, float* out) {
 
 }  // namespace
 
-const ElementwiseKernels elementwise_kernels = {inverse_rms, scale, {quantise<1>, quantise<2>}, swiglu, add, rope};
+static constexpr NamedPairFn pairs[] = {
+    {"add", add},
+    {"gelu_tanh", gate_gelu_tanh},
+    {"silu", gate_silu},
+    {nullptr, nullptr},
+};
+
+const ElementwiseKernels elementwise_kernels = {inverse_rms, scale, {quantise<1>, quantise<2>}, rope, pairs};
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

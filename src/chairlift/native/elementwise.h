@@ -4,6 +4,7 @@
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
 
 namespace chairlift {
 
@@ -27,6 +28,14 @@ struct RoundedLanes {
     int32_t* half_sums;  // (n / 16,)
 };
 
+// out[i] from a[i] and b[i] for n lanes. `out` may be `a` or `b`.
+using PairFn = void (*)(const float* a, const float* b, int n, float* out);
+
+struct NamedPairFn {
+    const char* name;
+    PairFn run;
+};
+
 struct ElementwiseKernels {
     // 1 / sqrt(mean(x^2) + eps) over n lanes.
     float (*inverse_rms)(const float* x, int n, float eps);
@@ -38,15 +47,20 @@ struct ElementwiseKernels {
     // a NaN or an infinity gets a scale that is not finite, so that it shows in the logits.
     void (*quantise[2])(const float* x, int n, const RoundedLanes& out);
 
-    // out[i] = gate[i] / (1 + exp(-gate[i])) * up[i]. `out` may be `gate` or `up`.
-    void (*swiglu)(const float* gate, const float* up, int n, float* out);
-
-    // out[i] = a[i] + b[i]. `out` may be `a` or `b`.
-    void (*add)(const float* a, const float* b, int n, float* out);
-
     // Rotates num_heads heads of head_dim lanes. `out` may be `x`.
     void (*rope)(const float* x, const RopeRow& rope, float* out);
+
+    // Loops over two inputs, by name; the last has none. A new one is a function and a line in elementwise.cpp.
+    const NamedPairFn* pairs;
 };
+
+// Null when there is none of this name.
+static inline PairFn pair_by_name(const ElementwiseKernels& kernels, const char* name) {
+    for (const NamedPairFn* pair = kernels.pairs; pair->name != nullptr; ++pair) {
+        if (strcmp(pair->name, name) == 0) return pair->run;
+    }
+    return nullptr;
+}
 
 #ifdef CHAIRLIFT_ISA_NS
 namespace CHAIRLIFT_ISA_NS {

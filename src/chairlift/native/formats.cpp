@@ -33,12 +33,12 @@ void read_nibbles(const uint8_t* packed, uint8_t* q) {
 void add_fifth_bits(const uint8_t* packed, uint8_t* q) {
     uint32_t bits;
     memcpy(&bits, packed, sizeof bits);
-    for (int j = 0; j < kBlock; ++j) q[j] = static_cast<uint8_t>(q[j] | ((bits >> j & 1U) << 4));
+    for (int j = 0; j < kScaleLanes; ++j) q[j] = static_cast<uint8_t>(q[j] | ((bits >> j & 1U) << 4));
 }
 
 void q8_0(const uint8_t* block, Levels* out) {
     out->scales[0] = half_at(block);
-    for (int j = 0; j < kBlock; ++j) out->q[j] = block[2 + j] ^ 0x80;  // q + 128
+    for (int j = 0; j < kScaleLanes; ++j) out->q[j] = block[2 + j] ^ 0x80;  // q + 128
 }
 
 void q4_0(const uint8_t* block, Levels* out) {
@@ -85,7 +85,7 @@ void read_k_scales(const uint8_t* block, Levels* out) {
 // Sub-blocks 2p and 2p + 1 are the low and the high halves of the same 32 bytes.
 void read_k_nibbles(const uint8_t* packed, Levels* out) {
     for (int s = 0; s < 8; ++s) {
-        for (int j = 0; j < kBlock; ++j) out[s].q[j] = packed[s / 2 * kBlock + j] >> 4 * (s % 2) & 15;
+        for (int j = 0; j < kScaleLanes; ++j) out[s].q[j] = packed[s / 2 * kScaleLanes + j] >> 4 * (s % 2) & 15;
     }
 }
 
@@ -99,7 +99,7 @@ void q5_k(const uint8_t* block, Levels* out) {
     read_k_nibbles(block + 48, out);
     const uint8_t* const fifth = block + 16;  // bit s of byte j is that of lane j in sub-block s
     for (int s = 0; s < 8; ++s) {
-        for (int j = 0; j < kBlock; ++j) out[s].q[j] = static_cast<uint8_t>(out[s].q[j] | (fifth[j] >> s & 1) << 4);
+        for (int j = 0; j < kScaleLanes; ++j) out[s].q[j] = static_cast<uint8_t>(out[s].q[j] | (fifth[j] >> s & 1) << 4);
     }
 }
 
@@ -108,11 +108,11 @@ void q6_k(const uint8_t* block, Levels* out) {
     const uint8_t* const scales = block + 192;
     const uint16_t d = half_at(block + 208);
     for (int s = 0; s < 8; ++s) {
-        const uint8_t* const nibbles = block + s / 4 * 64 + s % 2 * kBlock;
-        const uint8_t* const pairs = block + 128 + s / 4 * kBlock;
+        const uint8_t* const nibbles = block + s / 4 * 64 + s % 2 * kScaleLanes;
+        const uint8_t* const pairs = block + 128 + s / 4 * kScaleLanes;
         const int nibble_shift = s % 4 / 2 * 4;
         const int pair_shift = s % 4 * 2;
-        for (int j = 0; j < kBlock; ++j) {
+        for (int j = 0; j < kScaleLanes; ++j) {
             out[s].q[j] = static_cast<uint8_t>((nibbles[j] >> nibble_shift & 15) | (pairs[j] >> pair_shift & 3) << 4);
         }
         for (int i = 0; i < 2; ++i) out[s].scales[i] = scaled(d, static_cast<float>(static_cast<int8_t>(scales[2 * s + i])));

@@ -16,7 +16,7 @@ enum class SourceType : uint8_t { f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, 
 
 // 32 consecutive weights of a row: unsigned levels, and 16-bit floats (one scale for each 16 of a layout that has them).
 struct Levels {
-    uint8_t q[kBlock];
+    uint8_t q[kScaleLanes];
     uint16_t scales[2];
     uint16_t min;
 };

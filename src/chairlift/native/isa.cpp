@@ -11,9 +11,8 @@
     extern const SampleKernels sample_kernels;                                                                          \
     extern const ElementwiseKernels elementwise_kernels;                                                                \
     extern const AttentionKernels attention_kernels;                                                                    \
-    extern const PeakKernels peak_kernels;                                                                              \
-    static constexpr Kernels table{Isa::level,          matmul_kernels,    matmul_float_kernels, sample_kernels,        \
-                                   elementwise_kernels, attention_kernels, peak_kernels};                               \
+    static constexpr Kernels table{matmul_kernels,      matmul_float_kernels, sample_kernels,                           \
+                                   elementwise_kernels, attention_kernels};                                             \
     }
 
 CHAIRLIFT_DECLARE_LEVEL(portable)
@@ -24,10 +23,9 @@ CHAIRLIFT_DECLARE_LEVEL(avx512)
 namespace chairlift::avx512_bf16 {
 extern const MatmulFloatKernels matmul_float_kernels;
 extern const AttentionKernels attention_kernels;
-extern const PeakKernels peak_kernels;
 // Nothing else is made of bf16 products.
-static constexpr Kernels table{Isa::avx512_bf16,            avx512::matmul_kernels, matmul_float_kernels, avx512::sample_kernels,
-                               avx512::elementwise_kernels, attention_kernels,      peak_kernels};
+static constexpr Kernels table{avx512::matmul_kernels, matmul_float_kernels, avx512::sample_kernels,
+                               avx512::elementwise_kernels, attention_kernels};
 }  // namespace chairlift::avx512_bf16
 #endif
 

@@ -14,7 +14,6 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "matmul.h"
-#include "peak.h"
 #include "sample.h"
 
 namespace chairlift {
@@ -23,13 +22,11 @@ enum class Isa { portable, avx2, avx2_vnni, avx512, avx512_bf16 };
 
 // One level's functions.
 struct Kernels {
-    Isa isa;
     const MatmulKernels& matmul;
     const MatmulFloatKernels& matmul_float;
     const SampleKernels& sample;
     const ElementwiseKernels& elementwise;
     const AttentionKernels& attention;
-    const PeakKernels& peak;
 
     MatmulFn product(Layout layout) const { return level_shape(layout).bits != 0 ? matmul.run : matmul_float.run; }
 };

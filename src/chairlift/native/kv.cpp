@@ -6,6 +6,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace chairlift {
 namespace {
@@ -15,12 +16,14 @@ constexpr size_t kTouchBytes = size_t{4} << 20;  // one chunk of touching: two h
 
 size_t align_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-size_t checked_layer_bytes(const KVShape& shape, int num_layers, int num_blocks) {
-    if (num_layers < 1 || num_blocks < 1) throw std::invalid_argument("a KV cache has at least one layer and one block");
+std::vector<size_t> layer_starts(const std::vector<KVShape>& layers, int num_blocks) {
+    if (layers.empty() || num_blocks < 1) throw std::invalid_argument("a KV cache has at least one layer and one block");
     if (num_blocks > std::numeric_limits<int32_t>::max() / kBlockTokens) {
         throw std::invalid_argument("the KV cache has more slots than 31 bits can number");
     }
-    return shape.block_bytes * static_cast<size_t>(num_blocks);
+    std::vector<size_t> starts{0};
+    for (const KVShape& shape : layers) starts.push_back(starts.back() + shape.block_bytes * static_cast<size_t>(num_blocks));
+    return starts;
 }
 
 }  // namespace
@@ -56,11 +59,10 @@ KVShape kv_shape(KVType type, int num_kv_heads, int head_dim) {
     return {type, num_kv_heads, head_dim, plane, 2 * plane, record, record * static_cast<size_t>(num_kv_heads)};
 }
 
-KVCache::KVCache(const KVShape& shape, int num_layers, int num_blocks, Pool& pool)
-    : shape_(shape),
-      num_layers_(num_layers),
+KVCache::KVCache(std::vector<KVShape> layers, int num_blocks, Pool& pool)
+    : layers_(std::move(layers)),
       num_blocks_(num_blocks),
-      layer_bytes_(checked_layer_bytes(shape, num_layers, num_blocks)),
-      memory_(layer_bytes_ * static_cast<size_t>(num_layers) + kCacheSlackBytes, pool) {}
+      starts_(layer_starts(layers_, num_blocks)),
+      memory_(starts_.back() + kCacheSlackBytes, pool) {}
 
 }  // namespace chairlift

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "attention.h"
 #include "pool.h"
@@ -31,20 +32,20 @@ KVShape kv_shape(KVType type, int num_kv_heads, int head_dim);
 
 class KVCache {
 public:
-    KVCache(const KVShape& shape, int num_layers, int num_blocks, Pool& pool);
+    // One shape a layer. Throws std::invalid_argument without layers or blocks, or for more slots than 31 bits can number.
+    KVCache(std::vector<KVShape> layers, int num_blocks, Pool& pool);
 
-    const KVShape& shape() const { return shape_; }
-    int num_layers() const { return num_layers_; }
+    bool has_layer(int index) const { return index >= 0 && index < static_cast<int>(layers_.size()); }
+    const KVShape& shape(int layer) const { return layers_[static_cast<size_t>(layer)]; }
     int num_blocks() const { return num_blocks_; }
-    // Bytes of all records; what the Plan counts.
-    size_t bytes() const { return layer_bytes_ * static_cast<size_t>(num_layers_); }
-    uint8_t* layer(int index) const { return memory_.data() + layer_bytes_ * static_cast<size_t>(index); }
+    // Bytes of all records: what the Plan counts.
+    size_t bytes() const { return starts_.back(); }
+    uint8_t* layer(int index) const { return memory_.data() + starts_[static_cast<size_t>(index)]; }
 
 private:
-    KVShape shape_;
-    int num_layers_;
+    std::vector<KVShape> layers_;
     int num_blocks_;
-    size_t layer_bytes_;
+    std::vector<size_t> starts_;  // of each layer in the memory, and the end of the last
     Memory memory_;
 };
 

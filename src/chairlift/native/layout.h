@@ -8,7 +8,7 @@ namespace chairlift {
 enum class Layout : uint8_t { w4, w4_min, w5, w5_min, w6, w8, f16, bf16, f32 };
 
 static constexpr int kPanelRows = 16;
-static constexpr int kBlock = 32;  // activations that share a scale
+static constexpr int kScaleLanes = 32;  // lanes of rounded activations that share a scale
 
 // What a layout of integer levels is made of.
 struct LevelShape {

@@ -25,12 +25,12 @@ constexpr int group_and_scale_bytes(LevelShape shape) { return group_bytes(shape
 template <Layout Kind, int Bytes, int Rows, int Panels>
 void rounded_tile(const MatmulArgs& args, const Tile& tile) {
     constexpr LevelShape shape = level_shape(Kind);
-    constexpr int groups = kBlock / shape.group;  // of a block of activations
+    constexpr int groups = kScaleLanes / shape.group;  // of a block of activations
     constexpr int vectors = Panels * kParts;
     constexpr int to_fetch = (Panels * group_and_scale_bytes(shape) + kLine - 1) / kLine * kLine;
     const MatrixView& m = args.weights;
     const int64_t num_groups = m.cols / shape.group;
-    const int64_t num_blocks = m.cols / kBlock;
+    const int64_t num_blocks = m.cols / kScaleLanes;
     const int32_t* const x_sums = groups == 1 ? args.x.sum : args.x.half_sum;
     const uint8_t* const base = m.data + tile.panel * m.panel_bytes;
     Vec sums[Rows][vectors];
@@ -40,9 +40,9 @@ void rounded_tile(const MatmulArgs& args, const Tile& tile) {
     for (int64_t g = 0; g < num_groups; ++g) {
         if (tile.next != nullptr) fetch<to_fetch>(tile.next + g * to_fetch);
         const int64_t first = tile.row * num_blocks + g / groups;
-        const int8_t* const q = args.x.q + first * Bytes * kBlock + g % groups * shape.group;
+        const int8_t* const q = args.x.q + first * Bytes * kScaleLanes + g % groups * shape.group;
         Ints dots[Rows][vectors];
-        const GroupRows rows{q, num_blocks * Bytes * kBlock, args.x.offset + 2 * first, 2 * num_blocks};
+        const GroupRows rows{q, num_blocks * Bytes * kScaleLanes, args.x.offset + 2 * first, 2 * num_blocks};
         multiply_group<shape, Bytes>(Group{base + g * group_bytes(shape), m.panel_bytes}, rows, dots);
         Vec scale[vectors];
         Vec min[vectors];

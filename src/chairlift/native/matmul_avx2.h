@@ -86,13 +86,13 @@ CHAIRLIFT_INLINE Ints in_full(const Ints& sum) { return _mm256_madd_epi16(sum, _
 
 // Levels of one row's block in 16 bits, whatever they had, the inputs 4 j and 4 j + 2 side by side, and so 4 j + 1 and 4 j + 3.
 struct Words {
-    alignas(32) int16_t even[kBlock / 2];
-    alignas(32) int16_t odd[kBlock / 2];
+    alignas(32) int16_t even[kScaleLanes / 2];
+    alignas(32) int16_t odd[kScaleLanes / 2];
 };
 
 template <int Bytes>
 CHAIRLIFT_INLINE void words_of(const int8_t* q, int16_t offset, Words* words) {
-    const __m256i last = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + (Bytes - 1) * kBlock));
+    const __m256i last = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + (Bytes - 1) * kScaleLanes));
     __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(last, 8), 8);
     __m256i odd = _mm256_srai_epi16(last, 8);
     if constexpr (Bytes == 1) {

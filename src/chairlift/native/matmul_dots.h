@@ -43,7 +43,7 @@ CHAIRLIFT_INLINE void multiply_pairs(const Group& group, const GroupRows& rows, 
 #pragma GCC unroll 8
             for (int r = 0; r < Rows; ++r, four += rows.stride) {
                 Ints x[Bytes];
-                for (int b = 0; b < Bytes; ++b) x[b] = four_of(four + b * kBlock);
+                for (int b = 0; b < Bytes; ++b) x[b] = four_of(four + b * kScaleLanes);
 #pragma GCC unroll 4
                 for (int v = 0; v < Vectors; ++v) {
                     for (int b = 0; b < Bytes; ++b) sums[r][v][b] = dot4(sums[r][v][b], w[v].half[half], x[b]);

@@ -97,7 +97,7 @@ CHAIRLIFT_INLINE Ints dot(const uint8_t* levels, const int8_t* q) {
 // dots[r][v] = sum over the group of w * level, per output, exact.
 template <LevelShape Shape, int Bytes, int Rows, int Vectors>
 CHAIRLIFT_INLINE void multiply_group(const Group& group, const GroupRows& rows, Ints (&dots)[Rows][Vectors]) {
-    int8_t ones[kBlock];
+    int8_t ones[kScaleLanes];
     memset(ones, 1, sizeof ones);
     for (int v = 0; v < Vectors; ++v) {
         const uint8_t* const levels = levels_of(group, v);
@@ -105,7 +105,7 @@ CHAIRLIFT_INLINE void multiply_group(const Group& group, const GroupRows& rows, 
         for (int r = 0; r < Rows; ++r) {
             const int8_t* const q = rows.q + r * rows.stride;
             const Ints high = dot<Shape>(levels, q);
-            const Ints low = Bytes == 2 ? dot<Shape>(levels, q + kBlock) : Ints{};
+            const Ints low = Bytes == 2 ? dot<Shape>(levels, q + kScaleLanes) : Ints{};
             for (int i = 0; i < kLanes; ++i) {
                 dots[r][v].v[i] = Bytes == 2 ? 256 * high.v[i] + low.v[i]
                                              : high.v[i] + rows.offsets[r * rows.offset_stride] * total.v[i];

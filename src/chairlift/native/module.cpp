@@ -1,22 +1,23 @@
-// Python's view of the core: chairlift._native. Bindings only; kernels/native.py is their one user outside tests.
+// Python's view of the core: chairlift._native. Bindings only; kernels/native.py and emit.py use them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <string>
 #include <tuple>
 
-#include "bind.h"
 #include "isa.h"
 #include "kv.h"
 #include "pack.h"
 #include "pool.h"
 #include "program.h"
+#include "recording.h"
 
 namespace nb = nanobind;
 
@@ -25,9 +26,18 @@ namespace {
 
 template <class T>
 using Flat = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using LanesTuple = std::tuple<int, int, int>;  // buffer, offset, width
 
-Lanes lanes(const LanesTuple& tuple) { return {std::get<0>(tuple), std::get<1>(tuple), std::get<2>(tuple)}; }
+// An operand as Python passes it: (buffer, offset, width), a number, a text, or a list of floats.
+Operands::Value operand(nb::handle value) {
+    if (nb::isinstance<nb::tuple>(value)) {
+        const auto [buffer, offset, width] = nb::cast<std::tuple<int, int, int>>(value);
+        return Lanes{buffer, offset, width};
+    }
+    if (nb::isinstance<nb::int_>(value)) return nb::cast<int64_t>(value);
+    if (nb::isinstance<nb::float_>(value)) return nb::cast<double>(value);
+    if (nb::isinstance<nb::str>(value)) return nb::cast<std::string>(value);
+    return nb::cast<std::vector<double>>(value);
+}
 
 // Views of attributes of a Python object, which it keeps alive.
 class Views {
@@ -111,12 +121,15 @@ std::shared_ptr<PackedMatrix> pack_parts(const Parts& parts, int64_t cols, Pool&
     return std::make_shared<PackedMatrix>(pack(sources, cols, parallel, release_pages));
 }
 
-std::shared_ptr<KVCache> make_cache(const std::string& type, std::tuple<int, int, int, int> sizes, Pool& pool) {
+std::shared_ptr<KVCache> make_cache(const std::string& type, int blocks, const std::vector<std::tuple<int, int>>& layers,
+                                    Pool& pool) {
     if (type != "bf16" && type != "int8") throw std::invalid_argument("a KV cache is of bf16 or int8, not " + type);
-    const auto [layers, blocks, kv_heads, head_dim] = sizes;
-    const KVShape shape = kv_shape(type == "bf16" ? KVType::bf16 : KVType::int8, kv_heads, head_dim);
+    std::vector<KVShape> shapes;
+    for (const auto& [kv_heads, head_dim] : layers) {
+        shapes.push_back(kv_shape(type == "bf16" ? KVType::bf16 : KVType::int8, kv_heads, head_dim));
+    }
     const nb::gil_scoped_release no_gil;
-    return std::make_shared<KVCache>(shape, layers, blocks, pool);
+    return std::make_shared<KVCache>(std::move(shapes), blocks, pool);
 }
 
 void bind_isa(nb::module_& module) {
@@ -140,40 +153,29 @@ void bind_storage(nb::module_& module) {
         .def_prop_ro("layout", [](const PackedMatrix& matrix) { return std::string(layout_name(matrix.layout())); });
     module.def("pack", &pack_parts, nb::arg("parts"), nb::arg("cols"), nb::arg("pool"), nb::arg("release_pages"));
     nb::class_<KVCache>(module, "KVCache").def_prop_ro("nbytes", &KVCache::bytes);
-    module.def("make_cache", &make_cache, nb::arg("dtype"), nb::arg("sizes"), nb::arg("pool"));
+    module.def("make_cache", &make_cache, nb::arg("dtype"), nb::arg("blocks"), nb::arg("layers"),
+               nb::arg("pool"));
 }
 
 void bind_program(nb::module_& module) {
-    nb::class_<Program>(module, "Program")
+    nb::class_<Recording>(module, "Recording")
         .def("__init__",
-             [](Program* self, std::string_view isa, std::shared_ptr<Pool> pool, std::shared_ptr<KVCache> cache,
+             [](Recording* self, std::string_view isa, std::shared_ptr<Pool> pool, std::shared_ptr<KVCache> cache,
                 int max_rows, int vocab) {
-                 new (self) Program(isa_from_name(isa), std::move(pool), std::move(cache), max_rows, vocab);
+                 new (self) Recording(isa_from_name(isa), std::move(pool), std::move(cache), max_rows, vocab);
              })
-        .def("add_buffer", [](Program& self, int width, std::string_view dtype) {
+        .def("add_buffer", [](Recording& self, int width, std::string_view dtype) {
             return self.add_buffer(width, dtype_from_name(dtype));
         })
-        .def("add_matrix", &Program::add_matrix)
-        .def("add_vector", &Program::add_vector)
-        .def("add_rope", &Program::add_rope)
-        .def("embed", [](Program& self, int matrix, LanesTuple out) { self.embed(matrix, lanes(out)); })
-        .def("rms_norm", [](Program& self, LanesTuple x, int vector, float eps,
-                            LanesTuple out) { self.rms_norm(lanes(x), vector, eps, lanes(out)); })
-        .def("quantise", [](Program& self, LanesTuple x, LanesTuple out) { self.quantise(lanes(x), lanes(out)); })
-        .def("matmul", [](Program& self, LanesTuple x, int matrix, int bias, LanesTuple residual,
-                          LanesTuple out) { self.matmul(lanes(x), matrix, bias, lanes(residual), lanes(out)); })
-        .def("rope", [](Program& self, LanesTuple x, int rope, LanesTuple out) { self.rope(lanes(x), rope, lanes(out)); })
-        .def("write_kv", [](Program& self, LanesTuple keys, LanesTuple values,
-                            int layer) { self.write_kv(lanes(keys), lanes(values), layer); })
-        .def("attend", [](Program& self, LanesTuple queries, int layer,
-                          LanesTuple out) { self.attend(lanes(queries), layer, lanes(out)); })
-        .def("swiglu", [](Program& self, LanesTuple gate, LanesTuple up,
-                          LanesTuple out) { self.swiglu(lanes(gate), lanes(up), lanes(out)); })
-        .def("add", [](Program& self, LanesTuple a, LanesTuple b,
-                       LanesTuple out) { self.add(lanes(a), lanes(b), lanes(out)); })
-        .def("logits", [](Program& self, LanesTuple x, int vector, float eps,
-                          int matrix, std::string_view dtype) { self.logits(lanes(x), vector, eps, matrix, dtype_from_name(dtype)); })
-        .def("finish", &Program::finish)
+        .def("add_matrix", &Recording::add_matrix)
+        .def("add_vector", &Recording::add_vector)
+        .def("record", [](Recording& self, std::string_view op, const nb::kwargs& operands) {
+            std::map<std::string, Operands::Value> values;
+            for (const auto [name, value] : operands) values.emplace(nb::cast<std::string>(name), operand(value));
+            self.record(op, std::move(values));
+        })
+        .def("finish", &Recording::finish);
+    nb::class_<Program>(module, "Program")
         .def("run", &run, nb::arg("step"), nb::arg("sample"), nb::arg("result"))
         .def_prop_ro("num_ops", &Program::num_ops)
         .def_prop_ro("weight_bytes", &Program::weight_bytes)
@@ -189,5 +191,6 @@ NB_MODULE(_native, module) {
     chairlift::bind_isa(module);
     chairlift::bind_storage(module);
     chairlift::bind_program(module);
-    chairlift::bind_kernels(module);
+    module.attr("MAX_TOP") = chairlift::kMaxTop;  // ops.MAX_TOP and
+    module.attr("BLOCK_TOKENS") = chairlift::kBlockTokens;  // backend.BLOCK_SIZE must be the same
 }

@@ -32,7 +32,7 @@ MatrixView describe(Layout layout, int64_t rows, int64_t cols) {
         view.panel_bytes = aligned(inputs * kPanelRows * element_bytes(layout));
         return view;
     }
-    if (cols % kBlock != 0) throw std::invalid_argument("quantised rows must be whole blocks of 32 weights");
+    if (cols % kScaleLanes != 0) throw std::invalid_argument("quantised rows must be whole blocks of 32 weights");
     const LevelShape shape = level_shape(layout);
     const int64_t num_groups = cols / shape.group;
     const int64_t plane = num_groups * kPanelRows * 2;
@@ -84,7 +84,7 @@ void put_group(const uint8_t* q, int row, uint8_t* group) {
 template <Layout Kind>
 void put_levels(const MatrixView& view, const Levels& levels, int64_t block, int row, uint8_t* panel) {
     constexpr LevelShape shape = level_shape(Kind);
-    constexpr int groups = kBlock / shape.group;
+    constexpr int groups = kScaleLanes / shape.group;
     for (int g = 0; g < groups; ++g) {
         const int64_t index = block * groups + g;
         const int64_t lane = (index * kPanelRows + row) * 2;
@@ -97,10 +97,10 @@ void put_levels(const MatrixView& view, const Levels& levels, int64_t block, int
 // One row of a block format into lane `row` of its panel.
 template <Layout Kind>
 void pack_blocks(SourceType type, const MatrixView& view, const uint8_t* source, int row, uint8_t* panel) {
-    const int per_block = source_block(type) / kBlock;
+    const int per_block = source_block(type) / kScaleLanes;
     const int64_t block_bytes = source_row_bytes(type, source_block(type));
     Levels levels[8];
-    for (int64_t b = 0; b < view.cols / kBlock; b += per_block, source += block_bytes) {
+    for (int64_t b = 0; b < view.cols / kScaleLanes; b += per_block, source += block_bytes) {
         decode_block(type, source, levels);
         for (int i = 0; i < per_block; ++i) put_levels<Kind>(view, levels[i], b + i, row, panel);
     }

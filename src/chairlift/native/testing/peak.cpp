@@ -1,6 +1,6 @@
 // The loops of peak.h. Sums are as many as hide an instruction's latency on two ports; a barrier after each round keeps the
 // compiler from seeing that every round is the same.
-#include "peak.h"
+#include "testing/peak.h"
 
 #include "simd_bf16.h"
 
@@ -114,6 +114,6 @@ int64_t multiply_bf16(int64_t rounds) {
 
 }  // namespace
 
-const PeakKernels peak_kernels{dot, multiply_add, multiply_bf16};
+const PeakKernels peaks{dot, multiply_add, multiply_bf16};
 
 }  // namespace chairlift::CHAIRLIFT_ISA_NS

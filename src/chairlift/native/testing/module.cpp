@@ -1,4 +1,4 @@
-// Bindings of single kernels, for tests and `chairlift bench kernels`.
+// Python's view of single kernels: chairlift._native_testing. For tests and measurements; no part of the production module.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -14,10 +14,10 @@
 #include <tuple>
 #include <vector>
 
-#include "bind.h"
 #include "isa.h"
 #include "pack.h"
 #include "sample.h"
+#include "testing/peak.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -59,25 +59,25 @@ auto embed(const PackedMatrix& matrix, int64_t row) {
 struct Rounded {
     Rounded(const LevelRows& levels, int bytes)
         : q(static_cast<size_t>(bytes) * levels.size()),
-          offsets(levels.size() / kBlock * 2),
-          sums(levels.size() / kBlock),
+          offsets(levels.size() / kScaleLanes * 2),
+          sums(levels.size() / kScaleLanes),
           half_sums(2 * sums.size()) {
         for (size_t block = 0; block < sums.size() && bytes == 1; ++block) {
-            const int16_t* const lanes = levels.data() + block * kBlock;
-            const auto [least, most] = std::minmax_element(lanes, lanes + kBlock);
+            const int16_t* const lanes = levels.data() + block * kScaleLanes;
+            const auto [least, most] = std::minmax_element(lanes, lanes + kScaleLanes);
             const int middle = (std::min<int>(*least, 0) + std::max<int>(*most, 0)) / 2;
             offsets[2 * block] = offsets[2 * block + 1] = static_cast<int16_t>(middle);
         }
         for (size_t i = 0; i < levels.size(); ++i) {
-            const int level = levels.data()[i] - offsets[i / kBlock * 2];
+            const int level = levels.data()[i] - offsets[i / kScaleLanes * 2];
             const int high = bytes == 1 ? 0 : (level + 128) >> 8;
-            int8_t* const block = q.data() + i / kBlock * kBlock * static_cast<size_t>(bytes);
-            block[i % kBlock] = static_cast<int8_t>(high);
-            block[static_cast<size_t>(bytes - 1) * kBlock + i % kBlock] = static_cast<int8_t>(level - 256 * high);
+            int8_t* const block = q.data() + i / kScaleLanes * kScaleLanes * static_cast<size_t>(bytes);
+            block[i % kScaleLanes] = static_cast<int8_t>(high);
+            block[static_cast<size_t>(bytes - 1) * kScaleLanes + i % kScaleLanes] = static_cast<int8_t>(level - 256 * high);
         }
         for (size_t half = 0; half < half_sums.size(); ++half) {
-            const int16_t* const lanes = levels.data() + half * kBlock / 2;
-            half_sums[half] = std::accumulate(lanes, lanes + kBlock / 2, 0);
+            const int16_t* const lanes = levels.data() + half * kScaleLanes / 2;
+            half_sums[half] = std::accumulate(lanes, lanes + kScaleLanes / 2, 0);
         }
         for (size_t block = 0; block < sums.size(); ++block) sums[block] = half_sums[2 * block] + half_sums[2 * block + 1];
     }
@@ -114,7 +114,7 @@ auto matmul_rounded(const std::string& isa, const PackedMatrix& matrix, const st
     require(bits == 8 || bits == 16, "levels have 8 or 16 bits");
     require(takes_levels(matrix.layout()), "this layout takes float activations");
     require(static_cast<int64_t>(levels.shape(1)) == matrix.cols(), "activations do not match the matrix");
-    require(scale.shape(0) == levels.shape(0) && scale.shape(1) * kBlock == levels.shape(1), "scales do not match the activations");
+    require(scale.shape(0) == levels.shape(0) && scale.shape(1) * kScaleLanes == levels.shape(1), "scales do not match the activations");
     const Rounded rounded(levels, bits / 8);
     MatmulArgs args{};
     args.num_rows = static_cast<int>(levels.shape(0));
@@ -178,26 +178,28 @@ nb::tuple reduce(const std::string& isa, Floats logits, Bytes record, const std:
 
 int64_t peak(const std::string& isa, const std::string& unit, int64_t rounds) {
     require(unit == "dot" || unit == "fma" || unit == "bf16", "the unit is dot, fma or bf16");
-    const PeakKernels& peaks = kernels(isa_from_name(isa)).peak;
+    const PeakKernels& peaks = peak_kernels(isa_from_name(isa));
     const nb::gil_scoped_release no_gil;
     return unit == "dot" ? peaks.dot(rounds) : unit == "fma" ? peaks.fma(rounds) : peaks.bf16(rounds);
 }
 
-}  // namespace
-
-void bind_kernels(nb::module_& module) {
-    nb::module_ kernels = module.def_submodule("kernels", "Kernels one by one, for tests and measurements.");
-    kernels.def("embed_row", embed, "matrix"_a, "row"_a, "One row of a packed matrix as float32 (cols,).");
-    kernels.def("matmul_rounded", matmul_rounded, "isa"_a, "matrix"_a, "x"_a, "bits"_a, "bias"_a = nb::none(),
+void bind(nb::module_& module) {
+    nb::module_::import_("chairlift._native");  // binds PackedMatrix
+    module.doc() = "Kernels one by one, for tests and `chairlift bench kernels`; the server does not load this module.";
+    module.def("embed_row", embed, "matrix"_a, "row"_a, "One row of a packed matrix as float32 (cols,).");
+    module.def("matmul_rounded", matmul_rounded, "isa"_a, "matrix"_a, "x"_a, "bits"_a, "bias"_a = nb::none(),
                 "residual"_a = nb::none(),
                 "(rows, cols) levels in int16, within 254 and 254 wide a block (8 bits) or within 127 * 256 (16), and their scales -> (rows, matrix.rows).");
-    kernels.def("matmul_float", matmul_float, "isa"_a, "matrix"_a, "x"_a, "bias"_a = nb::none(),
+    module.def("matmul_float", matmul_float, "isa"_a, "matrix"_a, "x"_a, "bias"_a = nb::none(),
                 "residual"_a = nb::none(), "(rows, cols) float32, rounded to bf16 for a bf16 matrix -> (rows, matrix.rows).");
-    kernels.def("reduce_logits", reduce, "isa"_a, "logits"_a, "record"_a, "bias"_a, "seen"_a,
+    module.def("reduce_logits", reduce, "isa"_a, "logits"_a, "record"_a, "bias"_a, "seen"_a,
                 "sampling.reduce_logits: (token, logprob, top_ids, top_logprobs, finite).");
-    kernels.def("peak", peak, "isa"_a, "unit"_a, "rounds"_a,
+    module.def("peak", peak, "isa"_a, "unit"_a, "rounds"_a,
                 "Rounds of 8-bit (dot), f32 (fma) or bf16 multiply-adds that wait for nothing; returns their operations.");
-    kernels.def("uniform", uniform, "seed"_a, "choice"_a, "index"_a, "sampling.uniform.");
+    module.def("uniform", uniform, "seed"_a, "choice"_a, "index"_a, "sampling.uniform.");
 }
 
+}  // namespace
 }  // namespace chairlift
+
+NB_MODULE(_native_testing, module) { chairlift::bind(module); }

@@ -1,7 +1,11 @@
-// The most that a level's arithmetic units can do: what `chairlift bench kernels` holds the kernels against.
+// The most that a level's arithmetic units can do: `chairlift bench kernels` compares the kernels with it.
 #pragma once
 
 #include <stdint.h>
+
+#ifndef CHAIRLIFT_ISA_NS
+#include "isa.h"
+#endif
 
 namespace chairlift {
 
@@ -18,8 +22,11 @@ struct PeakKernels {
 
 #ifdef CHAIRLIFT_ISA_NS
 namespace CHAIRLIFT_ISA_NS {
-extern const PeakKernels peak_kernels;
+extern const PeakKernels peaks;
 }
+#else
+// Throws std::invalid_argument when the level is not available here.
+const PeakKernels& peak_kernels(Isa isa);
 #endif
 
 }  // namespace chairlift

@@ -11,20 +11,21 @@
 namespace chairlift::CHAIRLIFT_ISA_NS {
 namespace {
 
-// A pack of queries meets kWide vectors of K or V at a time. These kMaxPack * kWide sums, with what goes into them, fill the
+// A bundle of queries meets kWide vectors of K or V at a time. These kMaxBundle * kWide sums, with what goes into them, fill the
 // level's registers: 32 with AVX-512, 16 else.
 constexpr int kWide = CHAIRLIFT_ISA_LEVEL == 2 ? 4 : 2;
-constexpr int kMaxPack = CHAIRLIFT_ISA_LEVEL == 0 ? 4 : 6;
+constexpr int kMaxBundle = CHAIRLIFT_ISA_LEVEL == 0 ? 4 : 6;
 constexpr int kBlockVecs = kBlockTokens / kLanes;  // vectors that hold one lane of a block's keys
 constexpr int kWideBlocks = kWide / kBlockVecs;
 constexpr int kTileBlocks = kTilePositions / kBlockTokens;
 constexpr int kLineBytes = 64;
 constexpr int kParts = 2 / kJoined;  // that a pair is multiplied in
 constexpr int kKeyZero = 128;        // of int8 keys: the instructions multiply unsigned bytes by signed ones
+constexpr float kInverseLn2 = 1.44269504F;
 constexpr float kMostWord = 32767.0F;
 constexpr float kLeastWeight = 1.17549435e-38F;  // that exp2 gives and is not 0
 static_assert(kBlockTokens % kLanes == 0 && kTileBlocks % kWideBlocks == 0 && kTilePositions % (2 * kLanes) == 0);
-static_assert(kMaxPack <= kLanes);
+static_assert(kMaxBundle <= kLanes);
 
 // Where a lane of a token's values lies in their plane: two tokens side by side.
 int value_index(int token, int width, int lane) { return (token / 2 * width + lane) * 2 + token % 2; }
@@ -116,9 +117,9 @@ struct State {
 
 // A tile's records, one per block, and those of the next tile.
 //
-// A processor drops a prefetch when too many are on their way, and the loops of one pack ask faster than memory answers. So
+// A processor drops a prefetch when too many are on their way, and the loops of one bundle ask faster than memory answers. So
 // lines are asked for twice: keys of the next tile with this one's keys and again with its values, values with the last tile's
-// values and again with this one's keys. Further packs find the tile in L1; the last of them asks for the next.
+// values and again with this one's keys. Further bundles find the tile in L1; the last of them asks for the next.
 struct Tile {
     const uint8_t* records[kTileBlocks];
     const uint8_t* next[kTileBlocks];
@@ -128,28 +129,28 @@ struct Tile {
     bool fetch_near;    // what this one's next loop reads
 };
 
-// A pack's queries, rounded: (step of a line, query, lane of the step), so that what meets a vector of keys lies side by side.
+// A bundle's queries, rounded: (step of a line, query, lane of the step), so that what meets a vector of keys lies side by side.
 template <class Cell>
-struct PackQueries {
+struct BundleQueries {
     const typename Cell::Query* lanes;
     const float* scales;  // of int8, as the sums of their levels
     const int32_t* level_sums;
 };
 
-template <class Cell, int kPack>
-struct Pack {
+template <class Cell, int kBundle>
+struct Bundle {
     using Element = typename Cell::Element;
 
     const AttendTask& task;
     const Tile& tile;
     const State<float>& state;
     int first_query;
-    alignas(kLineBytes) float scores[kPack][kTilePositions];
-    alignas(kLineBytes) typename Cell::Weight weights[kPack][kTilePositions];
-    float weight_scales[kPack];  // of int8
+    alignas(kLineBytes) float scores[kBundle][kTilePositions];
+    alignas(kLineBytes) typename Cell::Weight weights[kBundle][kTilePositions];
+    float weight_scales[kBundle];  // of int8
     float carry[kLanes];  // what the new maximum leaves of the sums so far
 
-    Pack(const AttendTask& of, const Tile& on, const State<float>& into, int first)
+    Bundle(const AttendTask& of, const Tile& on, const State<float>& into, int first)
         : task(of), tile(on), state(into), first_query(first) {}
 
     Vec scales(int position, int which) const {
@@ -158,9 +159,9 @@ struct Pack {
     }
 
     // Scores of kWideBlocks blocks from `first` on.
-    void score(const PackQueries<Cell>& queries, int first) {
-        typename Cell::Sums dots[kPack][kWide];
-        for (int i = 0; i < kPack; ++i) {
+    void score(const BundleQueries<Cell>& queries, int first) {
+        typename Cell::Sums dots[kBundle][kWide];
+        for (int i = 0; i < kBundle; ++i) {
             for (auto& dot : dots[i]) dot = Cell::start(queries.level_sums[i]);
         }
         const auto* query = queries.lanes;
@@ -175,14 +176,14 @@ struct Pack {
                 for (int b = 0; b < kWideBlocks; ++b) prefetch(tile.records[first + b] + task.shape->value_offset + line);
             }
 #pragma GCC unroll 4
-            for (int step = 0; step < Cell::kLineSteps; ++step, query += kPack * Cell::kStepLanes) {
+            for (int step = 0; step < Cell::kLineSteps; ++step, query += kBundle * Cell::kStepLanes) {
                 typename Cell::Keys keys[kWide];
 #pragma GCC unroll 4
                 for (int v = 0; v < kWide; ++v) {
                     keys[v] = Cell::keys(tile.records[first + v / kBlockVecs] + line, step, v % kBlockVecs);
                 }
 #pragma GCC unroll 6
-                for (int i = 0; i < kPack; ++i) {
+                for (int i = 0; i < kBundle; ++i) {
 #pragma GCC unroll 4
                     for (int v = 0; v < kWide; ++v) {
                         dots[i][v] = Cell::add_keys(dots[i][v], keys[v], query + i * Cell::kStepLanes);
@@ -192,7 +193,7 @@ struct Pack {
         }
         for (int v = 0; v < kWide; ++v) {
             const int at = first * kBlockTokens + v * kLanes;
-            for (int i = 0; i < kPack; ++i) {
+            for (int i = 0; i < kBundle; ++i) {
                 if constexpr (Cell::kScaled) {
                     store(scores[i] + at, to_float(dots[i][v]) * (scales(at, 0) * splat(queries.scales[i])));
                 } else {
@@ -202,16 +203,35 @@ struct Pack {
         }
     }
 
-    // How many of the tile's positions a query reads, or what is not above 0.
-    int num_visible(int query) const {
-        const int own = task.first_position + query / task.group_size + 1 - tile.first_position;
-        return own < tile.num_positions ? own : tile.num_positions;
+    // The tile's positions [first, end) that a query reads; none where end is not above first.
+    struct Visible {
+        int first;
+        int end;
+    };
+
+    Visible visible(int query) const {
+        const int position = task.first_position + query / task.group_size;
+        const int first = first_read(task.params, position) - tile.first_position;
+        const int end = position + 1 - tile.first_position;
+        return {first > 0 ? first : 0, end < tile.num_positions ? end : tile.num_positions};
+    }
+
+    // softcap * tanh(score / softcap), of a tile's scores in units of ln 2: tanh(x) is (e^2x - 1) / (e^2x + 1).
+    void cap(float* s) const {
+        const float softcap = task.params.softcap * kInverseLn2;
+        const Vec factor = splat(2.0F / softcap);
+        for (int t = 0; t < kTilePositions; t += kLanes) {
+            const Vec power = exp(load(s + t) * factor);
+            store(s + t, splat(softcap) * ((power - splat(1.0F)) / (power + splat(1.0F))));
+        }
     }
 
     // Turns the scores of one query into weights; those of positions that it does not read into exactly 0. Returns the maximum.
-    float soften(int i, int visible, float* total) {
+    float soften(int i, Visible visible, float* total) {
         float* const s = scores[i];
-        for (int t = visible; t < kTilePositions; ++t) s[t] = -INFINITY;
+        if (task.params.softcap > 0.0F) cap(s);
+        for (int t = 0; t < visible.first; ++t) s[t] = -INFINITY;
+        for (int t = visible.end; t < kTilePositions; ++t) s[t] = -INFINITY;
         Vec largest = splat(state.max[first_query + i]);
 #pragma GCC unroll 8
         for (int t = 0; t < kTilePositions; t += kLanes) largest = max(largest, load(s + t));
@@ -259,10 +279,10 @@ struct Pack {
     void soften() {
         float drops[kLanes] = {};
         float totals[kLanes] = {};
-        for (int i = 0; i < kPack; ++i) {
-            const int visible = num_visible(first_query + i);
-            if (visible > 0) {
-                const float top = soften(i, visible, &totals[i]);
+        for (int i = 0; i < kBundle; ++i) {
+            const Visible seen = visible(first_query + i);
+            if (seen.end > seen.first) {
+                const float top = soften(i, seen, &totals[i]);
                 drops[i] = state.max[first_query + i] - top;
                 state.max[first_query + i] = top;
             } else {
@@ -275,12 +295,12 @@ struct Pack {
         const Vec kept = exp2(load(drops));
         store(carry, kept);
         float* const sums = state.sum + first_query;
-        store(sums, load(sums, kPack) * kept + load(totals), kPack);
+        store(sums, load(sums, kBundle) * kept + load(totals), kBundle);
     }
 
     // sums += weights @ V of a pair of positions, or of its first alone.
     template <int kVecs, int kCount>
-    CHAIRLIFT_INLINE void add_pair(const Pack& pack, const Element* pairs, int t, typename Cell::Sums (&sums)[kPack][kVecs]) {
+    CHAIRLIFT_INLINE void add_pair(const Bundle& bundle, const Element* pairs, int t, typename Cell::Sums (&sums)[kBundle][kVecs]) {
         constexpr int kStepTokens = 2 / Cell::kPairSteps;
 #pragma GCC unroll 2
         for (int step = 0; step < (kCount < Cell::kPairSteps ? kCount : Cell::kPairSteps); ++step) {
@@ -292,10 +312,10 @@ struct Pack {
                 if constexpr (kCount == 1 && !Cell::kScaled) values[v] = first_of_pairs(values[v]);
             }
 #pragma GCC unroll 6
-            for (int i = 0; i < kPack; ++i) {
+            for (int i = 0; i < kBundle; ++i) {
 #pragma GCC unroll 4
                 for (int v = 0; v < kVecs; ++v) {
-                    sums[i][v] = Cell::add_values(sums[i][v], values[v], pack.weights[i] + t + step * kStepTokens);
+                    sums[i][v] = Cell::add_values(sums[i][v], values[v], bundle.weights[i] + t + step * kStepTokens);
                 }
             }
         }
@@ -309,8 +329,8 @@ struct Pack {
         const bool far = tile.fetch_far;
         const bool near = tile.fetch_near;
         float* const values = state.values + first_query * state.dim + lane;
-        typename Cell::Sums sums[kPack][kVecs];
-        for (int i = 0; i < kPack; ++i) {
+        typename Cell::Sums sums[kBundle][kVecs];
+        for (int i = 0; i < kBundle; ++i) {
             for (int v = 0; v < kVecs; ++v) {
                 if constexpr (Cell::kScaled) {
                     sums[i][v] = splat_int(0);
@@ -336,7 +356,7 @@ struct Pack {
             const uint8_t* const pairs = tile.records[t / kBlockTokens] + offset + t % kBlockTokens / 2 * pair_bytes;
             add_pair<kVecs, 1>(*this, reinterpret_cast<const Element*>(pairs) + lane * 2, t, sums);
         }
-        for (int i = 0; i < kPack; ++i) {
+        for (int i = 0; i < kBundle; ++i) {
             for (int v = 0; v < kVecs; ++v) {
                 float* const to = values + i * state.dim + v * kLanes;
                 if constexpr (Cell::kScaled) {
@@ -348,7 +368,7 @@ struct Pack {
         }
     }
 
-    void run(const PackQueries<Cell>& queries) {
+    void run(const BundleQueries<Cell>& queries) {
         for (int block = 0; block * kBlockTokens < tile.num_positions; block += kWideBlocks) score(queries, block);
         soften();
         int lane = 0;
