@@ -95,10 +95,8 @@ class Errors:
             if has_started:
                 return
             code = error.code if isinstance(error, ChairliftError) else ChairliftError.code
-            write(
-                "refused",
-                {"id": client.request_id, "status": status_of(error), "code": code, "key": client.key_name or "-"},
-            )
+            fields = {"id": client.request_id, "status": status_of(error), "code": code, "key": client.key_name or "-"}
+            write("refused", fields)
             self._on_refused(code)
             await error_response(error)(scope, receive, send)
 
