@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +124,13 @@ def test_the_figures_of_the_bench_are_pure() -> None:
         path for path in within("bench") if name_of(path).split(".")[-1] in ("workload", "stats", "checks", "sample")
     )
     assert offences(pure, "asyncio|time|datetime|os|socket|aiohttp|secrets") == []
+
+
+def test_names_mean_one_thing() -> None:
+    """Two classes of one name, of which a reader takes one for the other; a module that hides a standard one."""
+    classes = Counter(node.name for path in MODULES for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+    assert [name for name, count in classes.items() if count > 1] == []
+    assert [str(path.relative_to(ROOT)) for path in MODULES if path.stem in sys.stdlib_module_names] == []
 
 
 def test_nothing_imports_the_command_line() -> None:

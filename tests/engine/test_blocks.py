@@ -18,7 +18,7 @@ class Chains:
     """A pool with a prefix cache, used below the cache's own rules: blocks are registered by hand."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, 16)
         self.cache = PrefixCache(self.pool)
         self.index = self.cache._index
 
@@ -147,7 +147,7 @@ def test_what_stands_on_a_withdrawn_block_goes_with_it() -> None:
 
 def test_check_sees_a_leak() -> None:
     """Guards against a check that cannot fail: a block held by nobody's table is a fault."""
-    pool = BlockPool(2)
+    pool = BlockPool(2, 16)
     pool.take()
     with pytest.raises(AssertionError, match="reference counts"):
         pool.check([])

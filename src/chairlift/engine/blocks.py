@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens each; their number never changes."""
 
-    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.on_evict: Callable[[int], None] = lambda _: None

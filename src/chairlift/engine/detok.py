@@ -5,10 +5,9 @@ Owns the bytes of a character that is not complete yet. Knows neither stop strin
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 
-_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+from chairlift.text import utf8_decoder
 
 
 class Detokenizer:
@@ -22,7 +21,7 @@ class Detokenizer:
         """`vocab_bytes[id]` are the bytes of token `id`; those in `skip` (control tokens) give no text."""
         self._vocab_bytes = vocab_bytes
         self._skip = skip
-        self._decoder = _utf8_decoder(errors="replace")
+        self._decoder = utf8_decoder()
         self._has_tail = False  # whether the decoder holds bytes back
 
     def push(self, token: int) -> str:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-MAX_LOGPROBS = 20
-"""Most alternatives reported per token; the native reduction has room for this many."""
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

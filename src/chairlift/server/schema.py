@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from chairlift.engine.sampling_params import MAX_LOGPROBS
 from chairlift.errors import RequestError
+from chairlift.kernels.ops import MAX_TOP
 from chairlift.server.http_errors import UnknownParameter, UnsupportedParameter
 from chairlift.text import one_line
 
@@ -147,9 +147,7 @@ class _Extensions(_Body):
     ignore_eos: bool | None = honoured("true or false", False)
     min_tokens: int | None = honoured("a whole number from 0 to `max_tokens`", 0, ge=0, lt=2**31)
     stop_token_ids: StopTokenIds | None = honoured(f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
-    prompt_logprobs: int | None = honoured(
-        f"a whole number from 0 to {MAX_LOGPROBS}, without `stream`", ge=0, le=MAX_LOGPROBS
-    )
+    prompt_logprobs: int | None = honoured(f"a whole number from 0 to {MAX_TOP}, without `stream`", ge=0, le=MAX_TOP)
     cache_salt: str | None = honoured("a string of 1 to 256 characters", min_length=1, max_length=256)
     priority: Any = neutral(0)
     request_id: Any = no_effect()
@@ -213,7 +211,7 @@ class ChatRequest(_ChatExtensions, _Common):
     )
     logprobs: bool | None = honoured("true or false", False)
     top_logprobs: int | None = honoured(
-        f"a whole number from 0 to {MAX_LOGPROBS}, together with `logprobs: true`", 0, ge=0, le=MAX_LOGPROBS
+        f"a whole number from 0 to {MAX_TOP}, together with `logprobs: true`", 0, ge=0, le=MAX_TOP
     )
     tools: Any = neutral([])
     tool_choice: Any = neutral("none", "auto")
@@ -260,7 +258,7 @@ class CompletionRequest(_CompletionExtensions, _Common):
         DEFAULT_COMPLETION_TOKENS,
         ge=0,
     )
-    logprobs: int | None = honoured(f"a whole number from 0 to {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = honoured(f"a whole number from 0 to {MAX_TOP}", ge=0, le=MAX_TOP)
     echo: bool | None = honoured("true or false", False)
     best_of: Any = neutral(1)
     suffix: Any = neutral("")
