@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from chairlift.bench.client import Client, Clock, Target
+from chairlift.bench.client.client import Client, Clock
+from chairlift.bench.client.target import Target
 
 Script = Sequence[tuple[float, bytes]]
 """What is sent, each after so many seconds."""

@@ -1,0 +1,215 @@
+"""What the answers of servers mean: OpenAI's chat and text completions as Chairlift, vLLM, llama-server and Ollama
+write them, and Ollama's own API. Knows JSON values; no bytes, no connections, no clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from chairlift.bench.client.sample import TOKENS, Event, EventKind
+from chairlift.bench.client.target import Api
+from chairlift.bench.client.wire import BadStream
+
+MAX_EVENTS = 200_000
+MAX_TEXT = 2**20
+"""Events and characters of one answer that are kept in memory."""
+
+UNFINISHED = frozenset({"error", "abort", "aborted", "cancelled"})
+"""Finish reasons that say that the server gave up."""
+
+
+class AnswerParser:
+    """Reads one answer, chunk by chunk or in one piece. A value that the server did not send stays None."""
+
+    def __init__(self, api: Api, wall_start_s: float) -> None:
+        self._api = api
+        self._wall_start_s = wall_start_s
+        self._texts: list[str] = []
+        self._num_chars = 0
+        self._num_reported = 0
+        self.events: list[Event] = []
+        self.num_prompt_tokens: int | None = None
+        self.num_cached_tokens: int | None = None
+        self.num_output_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.is_done = False
+        self.content_encoding = ""
+
+    @property
+    def text(self) -> str:
+        """The visible text, at most its first MAX_TEXT characters."""
+        return "".join(self._texts)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the server said that the answer is complete."""
+        return self.is_done or self.finish_reason is not None
+
+    def ping(self, at_s: float, num_bytes: int) -> None:
+        """A comment came."""
+        self._add(Event(at_s, EventKind.PING, num_bytes=num_bytes))
+
+    def done(self, at_s: float, num_bytes: int) -> None:
+        """`[DONE]` came."""
+        self.is_done = True
+        self._add(Event(at_s, EventKind.DONE, num_bytes=num_bytes))
+
+    def failed(self, data: bytes, at_s: float, num_bytes: int) -> None:
+        """An event came whose name says that it is an error."""
+        self.error = error_text(_json_or_text(data))
+        self._add(Event(at_s, EventKind.ERROR, num_bytes=num_bytes))
+
+    def chunk(self, value: Any, at_s: float, num_bytes: int) -> None:
+        """One JSON value of a stream. Raises BadStream if this API has no such value."""
+        if not isinstance(value, dict):
+            raise BadStream("an event that is no JSON object")
+        parts = self._checked_parts(value)
+        sent_at_s = self._sent_at_s(value)
+        num_tokens = self._num_tokens(value) if sum(kind in TOKENS for kind, _ in parts) == 1 else None
+        for kind, text in parts:
+            self._add(
+                Event(at_s, kind, len(text), num_tokens if kind in TOKENS else None, sent_at_s, num_bytes=num_bytes)
+            )
+            num_bytes = 0
+
+    def whole(self, value: Any) -> None:
+        """An answer in one piece. Raises BadStream if this API has no such value."""
+        if not isinstance(value, dict):
+            raise BadStream("an answer that is no JSON object")
+        self._checked_parts(value)
+
+    def _add(self, event: Event) -> None:
+        if len(self.events) >= MAX_EVENTS:
+            raise BadStream(f"more than {MAX_EVENTS} events")
+        self.events.append(event)
+
+    # -- what a value says --------------------------------------------------------------------------------------------
+
+    def _checked_parts(self, value: dict[str, Any]) -> list[tuple[EventKind, str]]:
+        """The parts of a value. JSON from elsewhere may have any shape: what does not fit raises BadStream."""
+        try:
+            return self._parts(value)
+        except (AttributeError, TypeError, KeyError) as error:
+            raise BadStream(f"an event of an unknown shape: {error}") from None
+
+    def _parts(self, value: dict[str, Any]) -> list[tuple[EventKind, str]]:
+        """What the value brings, as (kind, text) in order; never empty."""
+        if value.get("error"):
+            self.error = error_text(value)
+            return [(EventKind.ERROR, "")]
+        parts = self._ollama(value) if self._api is Api.OLLAMA else self._openai(value)
+        return parts or [(EventKind.ROLE, "")]
+
+    def _openai(self, value: dict[str, Any]) -> list[tuple[EventKind, str]]:
+        parts: list[tuple[EventKind, str]] = []
+        choices = value.get("choices")
+        for choice in choices if isinstance(choices, list) else []:
+            said = choice.get("delta") or choice.get("message") or choice
+            parts += self._said(said)
+            if choice.get("finish_reason"):
+                self._finished(str(choice["finish_reason"]))
+                parts.append((EventKind.FINISH, ""))
+        usage = value.get("usage")
+        if isinstance(value.get("timings"), dict):
+            self._timings(value["timings"])
+        if isinstance(usage, dict):
+            self._usage(usage)
+            if not choices:
+                parts.append((EventKind.USAGE, ""))
+        return parts
+
+    def _finished(self, reason: str) -> None:
+        self.finish_reason = reason
+        if reason in UNFINISHED:
+            self.error = f"finish_reason {reason}"
+
+    def _ollama(self, value: dict[str, Any]) -> list[tuple[EventKind, str]]:
+        parts = self._said(value.get("message") or {})
+        if value.get("done"):
+            self._finished(str(value.get("done_reason") or "stop"))
+            self.num_prompt_tokens = _count(value.get("prompt_eval_count"))
+            self.num_output_tokens = _count(value.get("eval_count"))
+            parts.append((EventKind.FINISH, ""))
+        return parts
+
+    def _said(self, said: dict[str, Any]) -> list[tuple[EventKind, str]]:
+        """The texts of a delta or message that are not empty. Each server has its own name for reasoning."""
+        parts = []
+        thought = said.get("reasoning_content") or said.get("reasoning") or said.get("thinking")
+        if thought:
+            parts.append((EventKind.REASONING, str(thought)))
+        text = said.get("content") or said.get("text") or said.get("refusal")
+        if text:
+            parts.append((EventKind.TEXT, str(text)))
+            self._texts.append(str(text)[: MAX_TEXT - self._num_chars])
+            self._num_chars += len(self._texts[-1])
+        tools = "".join(_tool_texts(said.get("tool_calls") or []))
+        if tools:
+            parts.append((EventKind.TOOL, tools))
+        return parts
+
+    def _usage(self, usage: dict[str, Any]) -> None:
+        self.num_prompt_tokens = _count(usage.get("prompt_tokens"))
+        self.num_output_tokens = _count(usage.get("completion_tokens"))
+        cached = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+        self.num_cached_tokens = self.num_cached_tokens if cached is None else cached  # timings may tell it
+
+    def _timings(self, timings: dict[str, Any]) -> None:
+        """Counts of llama-server. Its `prompt_n` leaves out the tokens that were in the cache."""
+        cached, computed = _count(timings.get("cache_n")), _count(timings.get("prompt_n"))
+        self.num_cached_tokens = cached
+        self.num_prompt_tokens = None if computed is None else computed + (cached or 0)
+        self.num_output_tokens = _count(timings.get("predicted_n"))
+
+    def _num_tokens(self, value: dict[str, Any]) -> int | None:
+        """Tokens in a chunk by its ids, its log-probabilities, or usage in every chunk; None if it has none of them."""
+        choice = (value.get("choices") or [{}])[0]
+        logprobs = choice.get("logprobs") or {}
+        for listed in (choice.get("token_ids"), logprobs.get("content"), logprobs.get("tokens")):
+            if listed:
+                return len(listed)
+        if isinstance(value.get("usage"), dict) and self.num_output_tokens is not None:
+            before, self._num_reported = self._num_reported, self.num_output_tokens
+            return self.num_output_tokens - before
+        return None
+
+    def _sent_at_s(self, value: dict[str, Any]) -> float | None:
+        """The send stamp on the run's clock: Chairlift's `timestamps` or Ollama's `created_at`; None without one."""
+        stamps = value.get("timestamps")
+        if isinstance(stamps, dict) and isinstance(stamps.get("sent_s"), int | float):
+            return float(stamps["sent_s"]) - self._wall_start_s
+        if self._api is Api.OLLAMA and isinstance(value.get("created_at"), str):
+            try:
+                return datetime.fromisoformat(value["created_at"]).timestamp() - self._wall_start_s
+            except ValueError:
+                return None
+        return None
+
+
+def _tool_texts(calls: Sequence[Any]) -> list[str]:
+    """Names and arguments of tool calls, as far as they arrived."""
+    functions = [call.get("function") or {} for call in calls if isinstance(call, dict)]
+    return [str(function.get(field) or "") for function in functions for field in ("name", "arguments")]
+
+
+def _count(said: Any) -> int | None:
+    """A count of tokens as a server wrote it; None for any other value."""
+    return said if isinstance(said, int) and said >= 0 else None
+
+
+def _json_or_text(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode(errors="replace")
+
+
+def error_text(value: Any) -> str:
+    """The message in an error body of any of these servers."""
+    error = value.get("error", value) if isinstance(value, dict) else value
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(message).split())[:300]

@@ -1,0 +1,269 @@
+"""`chairlift bench compare`: the same work in turns against several servers; ratios, and how far they scatter.
+
+round 1   A B C        A machine drifts: it warms up, throttles or has a neighbour. The server that is always measured
+round 2   B C A        first would win or lose by that, so each is first in turn. Ratios are taken within a round and
+round 3   C A B        reported as median and range. They show a difference only if all rounds agree on its sign.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from chairlift.bench.client.connect import connect
+from chairlift.bench.client.target import ConnectOptions
+from chairlift.bench.load.doubts import grouped
+from chairlift.bench.load.options import LoadSpec
+from chairlift.bench.load.run import LoadResult, LoadRun
+from chairlift.bench.load.summary import LoadSummary
+from chairlift.bench.report.measure import ProgressDisplay, machine_note
+from chairlift.bench.report.report import Cell, Chart, Column, Report, Series, Table, number
+from chairlift.bench.report.stats import Spread, median_of
+
+COMMAND = "bench compare"
+LEAST_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure that is compared."""
+
+    name: str
+    unit: str
+    of: Callable[[LoadSummary], float | None]
+    is_better_low: bool = True
+
+
+def _at(spread: Spread | None, percentile: str) -> float | None:
+    return None if spread is None else float(getattr(spread, percentile))
+
+
+METRICS = (
+    Metric("TTFT p50", "s", lambda summary: _at(summary.ttft, "p50")),
+    Metric("TTFT p95", "s", lambda summary: _at(summary.ttft, "p95")),
+    Metric("ITL p50", "s", lambda summary: _at(summary.itl, "p50")),
+    Metric("ITL p99", "s", lambda summary: _at(summary.itl, "p99")),
+    Metric("TPOT p50", "s", lambda summary: _at(summary.tpot, "p50")),
+    Metric("E2E p50", "s", lambda summary: _at(summary.e2e, "p50")),
+    Metric("E2E p95", "s", lambda summary: _at(summary.e2e, "p95")),
+    Metric("output", "tokens/s", lambda summary: summary.rates.output_tokens, False),
+    Metric("total", "tokens/s", lambda summary: summary.rates.total_tokens, False),
+)
+Rounds = Sequence[LoadSummary | None]
+"""One server's figures, round by round; None for a round that was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A metric of one server / that of the first server, round by round."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median over the rounds."""
+        return median(self.rounds)
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether all of at least LEAST_ROUNDS rounds agree on the sign, and the median exceeds their scatter."""
+        low, high = math.log(min(self.rounds)), math.log(max(self.rounds))
+        agree = low > 0 or high < 0
+        return len(self.rounds) >= LEAST_ROUNDS and agree and abs(math.log(self.median)) > high - low
+
+    def __str__(self) -> str:
+        said = f"{number(self.median)} ({number(min(self.rounds))} to {number(max(self.rounds))})"
+        return said if self.is_told_apart else said + " ~"
+
+
+def ratio(metric: Metric, ours: Rounds, theirs: Rounds) -> Ratio | None:
+    """Over the rounds in which both servers have the metric and it is not 0; None if there is none."""
+    pairs = [
+        (mine, other)
+        for a, b in zip(ours, theirs, strict=False)
+        if a is not None and b is not None
+        if (mine := metric.of(a)) and (other := metric.of(b))
+    ]
+    return Ratio(tuple(mine / other for mine, other in pairs)) if pairs else None
+
+
+def order(num_servers: int, turn: int) -> list[int]:
+    """The order of the servers in a round: each is first in turn."""
+    return [(turn + place) % num_servers for place in range(num_servers)]
+
+
+Turns = list[list[LoadRun | None]]
+"""By round and server."""
+
+
+@dataclass
+class CompareCommand:
+    """The command: its work, and the report on the rounds so far."""
+
+    urls: Sequence[str]
+    server: ConnectOptions
+    spec: LoadSpec
+    rounds: int
+    turns: Turns = field(default_factory=list)
+
+    async def work(self, progress: ProgressDisplay) -> None:
+        """Round by round."""
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(connect(url, self.server)) for url in self.urls]
+            for turn in range(self.rounds):
+                self.turns.append([None] * len(clients))
+                for at in order(len(clients), turn):
+                    progress.say(f"round {turn + 1} of {self.rounds}: {letter(at)}, {clients[at].target.name}")
+                    run = LoadRun(clients[at], self.spec.fresh(), progress, f"round {turn + 1}, {letter(at)}: ")
+                    self.turns[-1][at] = run
+                    await run.run()
+
+    def report(self) -> Report:
+        """Every run that has begun."""
+        return report([[run.result if run else None for run in row] for row in self.turns], self.urls)
+
+
+def letter(at: int) -> str:
+    """The name of a server in tables: A, B, C."""
+    return chr(ord("A") + at) if at < 26 else f"S{at + 1}"
+
+
+def report(rounds: Sequence[Sequence[LoadResult | None]], urls: Sequence[str]) -> Report:
+    """The report of results by round and server; None for what was not measured."""
+    by_server = [[row[at] for row in rounds] for at in range(len(urls))]
+    known = [next((each for each in column if each is not None), None) for column in by_server]
+    first = next((each for each in known if each is not None), None)
+    if first is None:
+        return Report(COMMAND, "nothing was measured")
+    summaries = [[None if each is None else each.summary for each in column] for column in by_server]
+    return Report(
+        command=COMMAND,
+        title=f"{len(urls)} servers in turns, {len(rounds)} rounds: {first.spec.arrivals}",
+        tables=[_servers(urls, known), _table(summaries), _failures(summaries)],
+        verdict=_verdict(summaries),
+        warnings=_warnings(by_server),
+        notes=[*first.notes(), *dict.fromkeys(machine_note(url) for url in urls)],
+        data=_data(by_server, summaries),
+        charts=_charts(summaries),
+    )
+
+
+def _servers(urls: Sequence[str], known: Sequence[LoadResult | None]) -> Table:
+    rows: list[list[Cell]] = [
+        [letter(at), url] if each is None else [letter(at), each.target.name]
+        for at, (url, each) in enumerate(zip(urls, known, strict=True))
+    ]
+    return Table("Who is who", [Column("", align="left"), Column("server", align="left")], rows)
+
+
+def _table(summaries: Sequence[Rounds]) -> Table:
+    columns = [Column("", align="left"), Column("unit", align="left"), Column("A")]
+    for at in range(1, len(summaries)):
+        columns += [Column(letter(at)), Column(f"{letter(at)} / A", "median (range)")]
+    rows: list[list[Cell]] = []
+    for metric in METRICS:
+        row: list[Cell] = [metric.name, metric.unit, _median(metric, summaries[0])]
+        for column in summaries[1:]:
+            compared = ratio(metric, column, summaries[0])
+            row += [_median(metric, column), None if compared is None else str(compared)]
+        rows.append(row)
+    note = "Medians over the rounds; ratios within each round. ~: nobody is ahead, the rounds scatter too much."
+    return Table("The same work in turns", columns, rows, note)
+
+
+def _median(metric: Metric, column: Rounds) -> float | None:
+    return median_of(metric.of(summary) for summary in column if summary is not None)
+
+
+def _failures(summaries: Sequence[Rounds]) -> Table:
+    columns = [Column("", align="left"), Column("rounds"), Column("requests"), Column("failed")]
+    columns += [Column("prompt", "tokens"), Column("output", "tokens"), Column("cached"), Column("stalled", "streams")]
+    rows: list[list[Cell]] = []
+    for at, column in enumerate(summaries):
+        seen = [summary for summary in column if summary is not None]
+        asked, good = sum(each.num_requests for each in seen), sum(each.num_ok for each in seen)
+        spreads = [[each.prompt_tokens for each in seen], [each.output_tokens for each in seen]]
+        means = [median_of(each.mean for each in known if each) for known in spreads]
+        hits = [each.cache_hit_rate for each in seen if each.cache_hit_rate is not None]
+        stalled = sum(each.stalls.num_streams_hit for each in seen)
+        rows.append(
+            [
+                letter(at),
+                len(seen),
+                asked,
+                asked - good,
+                *(None if mean is None else round(mean, 1) for mean in means),
+                f"{max(hits):.1%}" if hits else None,
+                stalled,
+            ]
+        )
+    note = "Lengths by each server's own count: another tokenizer makes other tokens of the same text."
+    return Table("What was asked and what came", columns, rows, note)
+
+
+def _verdict(summaries: Sequence[Rounds]) -> list[str]:
+    said = []
+    for at, column in enumerate(summaries[1:], 1):
+        found: dict[str, list[str]] = {"better in": [], "worse in": [], "not told apart in": []}
+        for metric in METRICS:
+            compared = ratio(metric, column, summaries[0])
+            if compared is not None:
+                found[_standing(metric, compared)].append(f"{metric.name} {number(compared.median)} x")
+        parts = [f"{word} {', '.join(phrases)}" for word, phrases in found.items() if phrases]
+        if parts:
+            said.append(f"{letter(at)} against A: {'; '.join(parts)}.")
+    return said
+
+
+def _standing(metric: Metric, compared: Ratio) -> str:
+    if not compared.is_told_apart:
+        return "not told apart in"
+    return "better in" if (compared.median < 1) == metric.is_better_low else "worse in"
+
+
+def _warnings(by_server: Sequence[Sequence[LoadResult | None]]) -> list[str]:
+    found = grouped(
+        [
+            (f"{letter(at)}{turn + 1}", doubt)
+            for at, column in enumerate(by_server)
+            for turn, each in enumerate(column)
+            if each is not None
+            for doubt in each.doubts
+        ],
+        "server and round",
+    )
+    if len(by_server[0]) < LEAST_ROUNDS:
+        found.append(f"few rounds: with fewer than {LEAST_ROUNDS} there is no telling a difference from noise")
+    return found
+
+
+def _data(by_server: Sequence[Sequence[LoadResult | None]], summaries: Sequence[Rounds]) -> dict[str, Any]:
+    ratios = {}
+    for at, column in enumerate(summaries[1:], 1):
+        named = {f"{metric.name}, {metric.unit}": ratio(metric, column, summaries[0]) for metric in METRICS}
+        ratios[f"{letter(at)}/A"] = {
+            name: {"median": each.median, "rounds": list(each.rounds), "is_told_apart": each.is_told_apart}
+            for name, each in named.items()
+            if each is not None
+        }
+    servers = {
+        letter(at): [None if each is None else each.as_dict() for each in column] for at, column in enumerate(by_server)
+    }
+    return {"ratios": ratios, "servers": servers}
+
+
+def _charts(summaries: Sequence[Rounds]) -> list[Chart]:
+    drawn = []
+    for metric in METRICS:
+        x = [letter(at) for at in range(len(summaries))]
+        middles = [_median(metric, column) for column in summaries]
+        if all(value is not None for value in middles):
+            bars = Series(metric.name, x, [value for value in middles if value is not None])
+            drawn.append(
+                Chart("bars", f"{metric.name}, median of the rounds", "server", f"{metric.name}, {metric.unit}", [bars])
+            )
+    return drawn

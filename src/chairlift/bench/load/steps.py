@@ -1,0 +1,178 @@
+"""`chairlift bench steps`: the same work with more and more users, and the number beyond which more do not help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from chairlift.bench.client.connect import connect
+from chairlift.bench.client.target import ConnectOptions
+from chairlift.bench.load.doubts import grouped
+from chairlift.bench.load.options import LoadSpec
+from chairlift.bench.load.run import LoadResult, LoadRun
+from chairlift.bench.report.measure import ProgressDisplay, machine_note
+from chairlift.bench.report.report import Cell, Chart, Column, Report, Series, Table, number
+from chairlift.bench.report.stats import Spread
+from chairlift.errors import ConfigError
+
+COMMAND = "bench steps"
+GAIN = 1.1
+RULE = (
+    f"The knee is the smallest number of users from which on no larger one brought {GAIN - 1:.0%} more output "
+    "tokens/s: beyond it users only wait for each other."
+)
+
+
+def parse_users(text: str) -> list[int]:
+    """`1,2,5,10,20`, ascending. Raises ConfigError."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ConfigError(f"--users: {text!r} is no list of numbers", hint="1,2,5,10,20")
+    users = [int(part) for part in text.split(",")]
+    if users != sorted(set(users)) or not 1 <= users[0] <= users[-1] <= 10_000:
+        raise ConfigError(f"--users: {text!r} must ascend, from 1 to 10,000")
+    return users
+
+
+def knee(users: Sequence[int], tokens_per_s: Sequence[float]) -> int | None:
+    """The knee by RULE; None if the last step still brought more, and for fewer than two steps."""
+    for index, rate in enumerate(tokens_per_s[:-1]):
+        if max(tokens_per_s[index + 1 :]) < GAIN * rate:
+            return users[index]
+    return None
+
+
+@dataclass
+class StepsCommand:
+    """The command: its work, and the report on the steps so far."""
+
+    url: str
+    server: ConnectOptions
+    specs: Sequence[LoadSpec]
+    runs: list[LoadRun] = field(default_factory=list)
+
+    async def work(self, progress: ProgressDisplay) -> None:
+        """One step after another."""
+        async with connect(self.url, self.server) as client:
+            for spec in self.specs:
+                progress.say(f"{client.target.name}: {spec.arrivals}")
+                self.runs.append(LoadRun(client, spec, progress, f"{spec.arrivals}: "))
+                await self.runs[-1].run()
+
+    def report(self) -> Report:
+        """Every step that has begun."""
+        return report([result for run in self.runs if (result := run.result)], self.url)
+
+
+def report(results: Sequence[LoadResult], url: str) -> Report:
+    """The report of these steps. One that was interrupted has what it measured."""
+    if not results:
+        return Report(COMMAND, f"{url}: nothing was measured")
+    users = [result.spec.max_in_flight for result in results]
+    done = [result for result in results if not result.window.is_interrupted]
+    found = knee(users, [result.summary.rates.output_tokens for result in done])
+    doubted = [(str(count), doubt) for count, each in zip(users, results, strict=True) for doubt in each.doubts]
+    return Report(
+        command=COMMAND,
+        title=f"{results[0].target.name}: what changes with more people",
+        tables=[_felt(users, results, found), _got(users, results, found)],
+        verdict=_verdict(users, done, found),
+        warnings=grouped(doubted, "users"),
+        notes=[*results[-1].notes(), machine_note(url)],
+        data={"knee_users": found, "knee_rule": RULE, "steps": [each.as_dict() for each in results]},
+        charts=_charts(users, results, found),
+    )
+
+
+def _felt(users: Sequence[int], results: Sequence[LoadResult], found: int | None) -> Table:
+    columns = [Column("users"), Column("answers"), Column("failed")]
+    columns += [Column(f"{name} {which}", "s") for name in ("TTFT", "ITL", "E2E") for which in ("p50", "p95")]
+    columns += [Column("queue mean", "s"), Column("stalled", "streams"), Column("", align="left")]
+    rows: list[list[Cell]] = []
+    for count, result in zip(users, results, strict=True):
+        summary = result.summary
+        row: list[Cell] = [count, summary.num_ok, summary.num_requests - summary.num_ok]
+        for spread in (summary.ttft, summary.itl, summary.e2e):
+            row += [_at(spread, 50), _at(spread, 95)]
+        rows.append([*row, result.queue_s, summary.stalls.num_streams_hit, _mark(count, found)])
+    note = "'max' stands before a p95 that is the largest value, for want of values."
+    return Table("What one of them feels", columns, rows, note)
+
+
+def _at(spread: Spread | None, percent: int) -> Cell:
+    """A percentile as a cell, marked if it is only the largest value."""
+    if spread is None:
+        return None
+    value = spread.p50 if percent == 50 else spread.p95
+    return f"max {number(value)}" if spread.is_max(percent) else value
+
+
+def _mark(users: int, found: int | None) -> str:
+    return "<- knee" if users == found else ""
+
+
+def _got(users: Sequence[int], results: Sequence[LoadResult], found: int | None) -> Table:
+    columns = [Column("users"), Column("output", "tokens/s"), Column("ceiling", "tokens/s")]
+    columns += [Column("prompt", "tokens/s"), Column("total", "tokens/s"), Column("one stream", "tokens/s")]
+    columns += [Column("ceiling", "tokens/s"), Column("answers", "1/s"), Column("users/turn", "1/s")]
+    columns += [Column("in flight"), Column("", align="left")]
+    rows: list[list[Cell]] = []
+    for count, result in zip(users, results, strict=True):
+        rates, little, ceiling = result.summary.rates, result.summary.little, result.target.one_stream_ceiling
+        row: list[Cell] = [
+            count,
+            rates.output_tokens,
+            result.target.output_ceiling(rates.in_flight),
+            rates.prompt_tokens,
+        ]
+        row += [rates.total_tokens, result.stream_rate, ceiling, rates.requests]
+        rows.append([*row, None if little is None else little.expected_per_s, rates.in_flight, _mark(count, found)])
+    note = (
+        "Ceilings: what memory allows one stream, and that for each that runs. users/turn is users / (think + "
+        f"latency), which answers/s must match. {RULE}"
+    )
+    return Table("What all of them get together", columns, rows, note)
+
+
+def _verdict(users: Sequence[int], results: Sequence[LoadResult], found: int | None) -> list[str]:
+    if len(results) < 2:
+        return []
+    first, last, most = results[0], results[-1], users[len(results) - 1]
+    said = []
+    before, after = first.summary.rates.output_tokens, last.summary.rates.output_tokens
+    if before and after:
+        said.append(
+            f"{most} users get {number(after / before)} x the tokens/s that {users[0]} got, all together"
+            + _share(first, last, users)
+        )
+    if found is not None:
+        said.append(f"The knee is at {found} users.")
+    else:
+        said.append(f"No knee up to {most} users: the last step still brought {GAIN - 1:.0%} more or better.")
+    return said
+
+
+def _share(first: LoadResult, last: LoadResult, users: Sequence[int]) -> str:
+    one, many = first.stream_rate, last.stream_rate
+    if not one or not many:
+        return "."
+    return f"; each of them reads {number(many)} tokens/s where each of {users[0]} read {number(one)}."
+
+
+def _charts(users: Sequence[int], results: Sequence[LoadResult], found: int | None) -> list[Chart]:
+    marks = [(float(found), "knee")] if found is not None else []
+    x = [float(count) for count in users]
+    summaries = [result.summary for result in results]
+    output = Series("output", x, [summary.rates.output_tokens for summary in summaries])
+    total = Series("prompt and output", x, [summary.rates.total_tokens for summary in summaries])
+    drawn = [Chart("lines", "Throughput over users", "users", "tokens/s", [output, total], marks=marks)]
+    for name, spreads in (("TTFT", [s.ttft for s in summaries]), ("ITL", [s.itl for s in summaries])):
+        points = [(at, spread) for at, spread in zip(x, spreads, strict=True) if spread is not None]
+        if points:
+            where = [at for at, _ in points]
+            lines = [
+                Series("p50", where, [spread.p50 for _, spread in points]),
+                Series("p95", where, [spread.p95 for _, spread in points]),
+            ]
+            drawn.append(Chart("lines", f"{name} over users", "users", f"{name}, s", lines, marks=marks))
+    return drawn
