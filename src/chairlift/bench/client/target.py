@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from chairlift.bench.options import option
 
 
 class Api(StrEnum):
@@ -51,12 +51,10 @@ TAKES_MIN_TOKENS = frozenset({ServerKind.CHAIRLIFT, ServerKind.VLLM})
 class ConnectOptions:
     """The options of every command that asks a server."""
 
-    model: Annotated[str | None, typer.Option(help="Model.", show_default="the first listed")] = None
-    api: Annotated[ApiChoice, typer.Option(help="API to ask over.")] = ApiChoice.AUTO
-    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="Key to send.")] = None
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, metavar="S", help="Most seconds of a request.")] = (
-        600.0
-    )
+    model: str | None = option("Model.", show_default="the first listed")
+    api: ApiChoice = option("API to ask over.", default=ApiChoice.AUTO)
+    api_key: str | None = option("Key to send.", metavar="KEY")
+    timeout_s: float = option("Most seconds of a request.", "--timeout", default=600.0, min=0.1, metavar="S")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from chairlift.bench.load.arrivals import Arrivals, ClosedLoop, OpenLoop, parse_think
 from chairlift.bench.load.generator import RunLimits
 from chairlift.bench.load.goodput import Slo
 from chairlift.bench.load.workload import Lengths, SharedPrefix, Workload, read_trace
+from chairlift.bench.options import option
 from chairlift.errors import ConfigError
 
 LEAST_REQUESTS = 20
@@ -23,9 +20,8 @@ PROMPT_TOKENS = "200"
 OUTPUT_TOKENS = "100"
 _LENGTH = "200, uniform:100-300, lognormal:200,0.5 (median, sigma) or exponential:200 (mean); by the server's count."
 
-_work = partial(typer.Option, rich_help_panel="Work")
-_measuring = partial(typer.Option, rich_help_panel="Measuring")
-_load = partial(typer.Option, rich_help_panel="Load")
+_LOAD, _WORK, _MEASURING = "Load", "Work", "Measuring"
+"""Panels of the help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +52,21 @@ class LoadSpec:
 class ArrivalOptions:
     """The options that say when requests come."""
 
-    users: Annotated[
-        int | None,
-        _load(
-            min=1,
-            help="Closed loop: so many users, each of whom asks, reads, thinks, asks again; after a failure not before "
-            "Retry-After or a second.",
-        ),
-    ] = None
-    rate: Annotated[
-        float | None,
-        _load(min=0.001, help="Open loop: so many requests a second, Poisson; latency from the moment that was due."),
-    ] = None
-    even: Annotated[bool, _load("--even", help="With --rate: evenly spaced.")] = False
-    concurrency: Annotated[int | None, _load(min=1, help="So many requests at once, without pauses.")] = None
-    trace: Annotated[
-        Path | None,
-        _load(
-            metavar="FILE",
-            help="JSONL with at_s, prompt or prompt_tokens, output_tokens. Prompts stand behind 8 words of salt "
-            "(--salt '' for none); with --users or --concurrency moments are not used.",
-        ),
-    ] = None
+    users: int | None = option(
+        "Closed loop: so many users, each of whom asks, reads, thinks, asks again; after a failure not before "
+        "Retry-After or a second.",
+        panel=_LOAD, min=1,
+    )  # fmt: skip
+    rate: float | None = option(
+        "Open loop: so many requests a second, Poisson; latency from the moment that was due.", panel=_LOAD, min=0.001
+    )
+    even: bool = option("With --rate: evenly spaced.", "--even", default=False, panel=_LOAD)
+    concurrency: int | None = option("So many requests at once, without pauses.", panel=_LOAD, min=1)
+    trace: Path | None = option(
+        "JSONL with at_s, prompt or prompt_tokens, output_tokens. Prompts stand behind 8 words of salt (--salt '' for "
+        "none); with --users or --concurrency moments are not used.",
+        panel=_LOAD, metavar="FILE",
+    )  # fmt: skip
 
     def arrivals(self, thinking: tuple[float, bool]) -> Arrivals:
         """The kind of load that was asked for; one user without pauses by default. Raises ConfigError for two kinds."""
@@ -100,57 +89,43 @@ class ArrivalOptions:
 class WorkOptions:
     """The options that say what is asked for and how much is measured."""
 
-    prompt_tokens: Annotated[
-        str | None, _work(metavar="N", show_default=PROMPT_TOKENS, help=f"Length of prompts: {_LENGTH}")
-    ] = None
-    output_tokens: Annotated[
-        str | None, _work(metavar="N", show_default=OUTPUT_TOKENS, help="Length of answers, in the same words.")
-    ] = None
-    shared_prefix: Annotated[
-        str | None,
-        _work(metavar="SHARE:TOKENS", help="Of SHARE of the prompts the first TOKENS are the same: 0.8:500."),
-    ] = None
-    think: Annotated[
-        str, _work(metavar="S", help="Seconds that a user thinks: 5 (exponential, mean 5) or fixed:5.")
-    ] = "0"
-    salt: Annotated[
-        str | None,
-        _work(
-            show_default="fresh, so that no cache helps",
-            help="Decides the words of prompts; the same salt and --seed again measure a warm prefix cache.",
-        ),
-    ] = None
-    seed: Annotated[int | None, _work(min=0, show_default="drawn, and told", help="Decides lengths and moments.")] = (
-        None
+    prompt_tokens: str | None = option(
+        f"Length of prompts: {_LENGTH}", panel=_WORK, metavar="N", show_default=PROMPT_TOKENS
     )
-    no_stream: Annotated[
-        bool, _work("--no-stream", help="Ask for whole answers: TTFT and ITL cannot be measured then.")
-    ] = False
-    requests: Annotated[
-        int | None,
-        _measuring(min=1, show_default="4 a user, at least 20", help="Requests that are measured."),
-    ] = None
-    duration: Annotated[
-        float | None, _measuring(min=0.1, metavar="S", help="Measure what falls due in so many seconds instead.")
-    ] = None
-    warmup: Annotated[
-        int | None, _measuring(min=0, show_default="until steady", help="Answers before measuring begins.")
-    ] = None
-    max_in_flight: Annotated[
-        int | None,
-        _measuring(
-            min=1,
-            show_default="256, or one a user",
-            help="Most requests under way; more wait in the client, and it says so.",
-        ),
-    ] = None
-    slo: Annotated[
-        str | None,
-        _measuring(
-            metavar="LIMITS",
-            help="Objectives for goodput, s: ttft=1,itl=0.2; of ttft, visible, itl (a request's own p95), tpot, e2e.",
-        ),
-    ] = None
+    output_tokens: str | None = option(
+        "Length of answers, in the same words.", panel=_WORK, metavar="N", show_default=OUTPUT_TOKENS
+    )
+    shared_prefix: str | None = option(
+        "Of SHARE of the prompts the first TOKENS are the same: 0.8:500.", panel=_WORK, metavar="SHARE:TOKENS"
+    )
+    think: str = option(
+        "Seconds that a user thinks: 5 (exponential, mean 5) or fixed:5.", default="0", panel=_WORK, metavar="S"
+    )
+    salt: str | None = option(
+        "Decides the words of prompts; the same salt and --seed again measure a warm prefix cache.",
+        panel=_WORK, show_default="fresh, so that no cache helps",
+    )  # fmt: skip
+    seed: int | None = option("Decides lengths and moments.", panel=_WORK, min=0, show_default="drawn, and told")
+    no_stream: bool = option(
+        "Ask for whole answers: TTFT and ITL cannot be measured then.", "--no-stream", default=False, panel=_WORK
+    )
+    requests: int | None = option(
+        "Requests that are measured.", panel=_MEASURING, min=1, show_default="4 a user, at least 20"
+    )
+    duration: float | None = option(
+        "Measure what falls due in so many seconds instead.", panel=_MEASURING, min=0.1, metavar="S"
+    )
+    warmup: int | None = option(
+        "Answers before measuring begins.", panel=_MEASURING, min=0, show_default="until steady"
+    )
+    max_in_flight: int | None = option(
+        "Most requests under way; more wait in the client, and it says so.",
+        panel=_MEASURING, min=1, show_default="256, or one a user",
+    )  # fmt: skip
+    slo: str | None = option(
+        "Objectives for goodput, s: ttft=1,itl=0.2; of ttft, visible, itl (a request's own p95), tpot, e2e.",
+        panel=_MEASURING, metavar="LIMITS",
+    )  # fmt: skip
 
     def spec(self, arrivals: ArrivalOptions) -> LoadSpec:
         """The run that was asked for. Raises ConfigError for options that cannot be honoured together."""

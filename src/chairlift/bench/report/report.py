@@ -17,11 +17,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from chairlift import __version__
+from chairlift.bench.options import option
 from chairlift.errors import ChairliftError
 
 if TYPE_CHECKING:
@@ -166,8 +165,8 @@ def clean(text: str) -> str:
 class ReportFiles:
     """The options that say which files a report is written to."""
 
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result.")] = None
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures.")] = None
+    json: Path | None = option("Write the result.", metavar="FILE")
+    html: Path | None = option("Write a page with pictures.", metavar="FILE")
 
     def check(self) -> None:
         """Finds out before a run whether the files can be written after it. Raises ChairliftError."""
