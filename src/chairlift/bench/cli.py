@@ -93,9 +93,9 @@ _SPREADS = (
 @with_options
 def load(url: Url, arrivals: ArrivalOptions, work: WorkOptions, server: ConnectOptions, files: ReportFiles) -> None:
     """Latency, stalls, capacity and failures under a load: users who think, a rate, or so many requests at once."""
-    from chairlift.bench.load.single import LoadCommand
+    from chairlift.bench.load import single
 
-    measure(files, LoadCommand(url, server, work.spec(arrivals)))
+    measure(files, single.command(url, server, work.spec(arrivals)))
 
 
 Users = Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of users, ascending.", rich_help_panel="Load")]
@@ -109,9 +109,9 @@ def steps(
     url: Url, work: WorkOptions, server: ConnectOptions, files: ReportFiles, users: Users = "1,2,5,10,20"
 ) -> None:
     """What changes with more people: the same work for 1, 2, 5, 10, 20 users, and the knee beyond which they queue."""
-    from chairlift.bench.load.steps import StepsCommand, parse_users
+    from chairlift.bench.load import steps as module
 
-    measure(files, StepsCommand(url, server, work.steps(parse_users(users))))
+    measure(files, module.command(url, server, work.steps(module.parse_users(users))))
 
 
 Rounds = Annotated[int, typer.Option(min=1, max=100, help="Turns of every server.", rich_help_panel="Measuring")]
@@ -131,12 +131,12 @@ def compare(
     rounds: Rounds = 3,
 ) -> None:
     """The same work in turns against several servers, round by round; ratios with their spread."""
-    from chairlift.bench.load.compare import CompareCommand
+    from chairlift.bench.load import compare as module
     from chairlift.errors import ConfigError
 
     if len(urls) < 2:
         raise ConfigError("compare needs two servers", hint="chairlift bench compare URL URL")
-    measure(files, CompareCommand(urls, server, work.spec(arrivals), rounds))
+    measure(files, module.command(urls, server, work.spec(arrivals), rounds))
 
 
 @app.command()

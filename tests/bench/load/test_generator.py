@@ -32,10 +32,10 @@ def test_a_stalled_server_does_not_stop_the_clock(limit: str) -> None:
     e2e = [attempt.sample.e2e_s for attempt in window.measured]
     assert e2e == pytest.approx([0.5 * (i + 1) - 0.1 * i for i in range(8)])
     summary = summary_of(window)
-    assert summary.e2e is not None
-    assert summary.ttft is not None
-    assert (summary.e2e.mean, summary.e2e.max) == pytest.approx((1.9, 3.3))
-    assert (summary.ttft.mean, summary.ttft.max) == pytest.approx((1.9, 3.3))
+    assert summary.e2e_s is not None
+    assert summary.ttft_s is not None
+    assert (summary.e2e_s.mean, summary.e2e_s.max) == pytest.approx((1.9, 3.3))
+    assert (summary.ttft_s.mean, summary.ttft_s.max) == pytest.approx((1.9, 3.3))
 
 
 def test_waiting_in_the_client_is_a_line_of_its_own() -> None:
@@ -43,13 +43,13 @@ def test_waiting_in_the_client_is_a_line_of_its_own() -> None:
     window = run(measure(VirtualEngine(first_s=0.5), EVERY_100_MS, RunLimits(8, warmup=0, max_in_flight=1)))
     summary = summary_of(window)
     assert summary.num_held == 7
-    assert summary.dispatch is not None
-    assert (summary.dispatch.mean, summary.dispatch.max) == pytest.approx((1.4, 2.8))
+    assert summary.dispatch_s is not None
+    assert (summary.dispatch_s.mean, summary.dispatch_s.max) == pytest.approx((1.4, 2.8))
     window = run(measure(VirtualEngine(first_s=0.5, slots=1), EVERY_100_MS, COLD))
     summary = summary_of(window)
-    assert summary.dispatch is not None
+    assert summary.dispatch_s is not None
     assert summary.num_held == 0
-    assert summary.dispatch.max == pytest.approx(0, abs=1e-5)
+    assert summary.dispatch_s.max == pytest.approx(0, abs=1e-5)
 
 
 def test_in_flight_is_bounded_by_its_flag() -> None:
@@ -68,8 +68,8 @@ def test_the_window_begins_without_a_pause() -> None:
     assert window.begin_s == pytest.approx(3.85)
     assert window.end_s == max(attempt.sample.ended_s for attempt in window.measured)
     summary = summary_of(window)
-    assert summary.rates.in_flight == pytest.approx(4.0)
-    assert summary.rates.output_tokens == pytest.approx(4 * 5 / 1.4)
+    assert summary.capacity.mean_in_flight == pytest.approx(4.0)
+    assert summary.capacity.output_tokens_per_s == pytest.approx(4 * 5 / 1.4)
     assert all(attempt.sample.scheduled_s >= window.begin_s for attempt in window.measured)
 
 
@@ -78,7 +78,7 @@ def test_load_goes_on_until_the_last_measured_request_has_ended() -> None:
     window = run(measure(VirtualEngine(first_s=1.0), OpenLoop(5, is_poisson=False), RunLimits(10, warmup=0)))
     assert len(window.measured) == 10
     assert len(window.others) == 4, "those that fell due in the second that the last measured took"
-    assert summary_of(window).rates.in_flight == pytest.approx((14 * 1.0 - 4 * 0.5) / 2.8)
+    assert summary_of(window).capacity.mean_in_flight == pytest.approx((14 * 1.0 - 4 * 0.5) / 2.8)
 
 
 def test_the_first_burst_is_not_in_the_percentiles() -> None:
@@ -87,9 +87,9 @@ def test_the_first_burst_is_not_in_the_percentiles() -> None:
     limits = RunLimits(num_requests=40)
     warm = summary_of(run(measure(slow_at_first, ClosedLoop(5, 2.0), limits)))
     cold = summary_of(run(measure(VirtualEngine(first_s=1.0, pace=slow_at_first.pace), ClosedLoop(5, 2.0), COLD)))
-    assert warm.e2e is not None
-    assert cold.e2e is not None
-    assert (cold.e2e.max, warm.e2e.max) == pytest.approx((9.0, 1.0))
+    assert warm.e2e_s is not None
+    assert cold.e2e_s is not None
+    assert (cold.e2e_s.max, warm.e2e_s.max) == pytest.approx((9.0, 1.0))
 
 
 def test_warming_up_ends_only_when_latency_has_settled() -> None:
@@ -133,7 +133,7 @@ def test_littles_law_holds_in_a_closed_loop() -> None:
     window = run(measure(VirtualEngine(first_s=1.0), ClosedLoop(6, 5.0, False), RunLimits(60, warmup=12, spread_s=6.0)))
     little = summary_of(window).little
     assert little is not None
-    assert little.expected_per_s == pytest.approx(6 / (5 + 1))
+    assert little.expected_requests_per_s == pytest.approx(6 / (5 + 1))
     assert little.ratio == pytest.approx(1.0, abs=0.02)
     window = run(measure(VirtualEngine(first_s=1.0), ClosedLoop(50, 5.0), RunLimits(2000)))
     little = summary_of(window).little
@@ -165,13 +165,13 @@ def test_failures_are_counted_by_cause_and_not_repeated() -> None:
     window = run(measure(engine, OpenLoop(1, is_poisson=False), RunLimits(100, warmup=0)))
     summary = summary_of(window)
     assert summary.failures == {"error event": 20, "http 503": 20, "closed early": 10}
-    assert (summary.num_requests, summary.num_ok, summary.num_refused) == (100, 50, 20)
+    assert (summary.num_requests, summary.num_ok, summary.num_503) == (100, 50, 20)
     assert len({request.index for request in engine.asked}) == len(engine.asked), "nothing is asked twice"
-    assert summary.ttft is not None
-    assert summary.ttft.num == 50, "a first token before an error is no answer"
-    assert summary.e2e_with_failures is not None
-    assert summary.e2e_with_failures.p50 == 0.5
-    assert summary.e2e_with_failures.as_dict()["p95"] is None, "half were never answered"
+    assert summary.ttft_s is not None
+    assert summary.ttft_s.num == 50, "a first token before an error is no answer"
+    assert summary.e2e_with_failures_s is not None
+    assert summary.e2e_with_failures_s.p50 == 0.5
+    assert summary.e2e_with_failures_s.as_dict()["p95"] is None, "half were never answered"
 
 
 def test_a_duration_ends_the_window_by_the_clock() -> None:

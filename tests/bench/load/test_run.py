@@ -19,7 +19,7 @@ from chairlift.bench.load.generator import RunLimits
 from chairlift.bench.load.goodput import Slo
 from chairlift.bench.load.options import LoadSpec
 from chairlift.bench.load.run import LoadResult, LoadRun
-from chairlift.bench.load.summary import Rates
+from chairlift.bench.load.summary import Capacity
 from chairlift.bench.load.workload import Lengths, Workload
 from chairlift.bench.report.measure import ProgressDisplay
 from chairlift.bench.report.report import Report, line
@@ -162,7 +162,7 @@ def test_failures_of_every_kind_are_counted_and_none_is_tried_again() -> None:
     result = result_of(answer, spec_of(num_requests=100))
     summary = result.summary
     assert summary.failures == {str(Failure.ERROR_EVENT): 20, str(Failure.HTTP_503): 20, str(Failure.CLOSED_EARLY): 10}
-    assert (summary.num_ok, summary.num_requests, summary.num_refused) == (50, 100, 20)
+    assert (summary.num_ok, summary.num_requests, summary.num_503) == (50, 100, 20)
     report = told(result)
     assert any(warning.startswith("failures: 50 of 100") for warning in report.warnings)
     felt = report.tables[0]
@@ -176,7 +176,7 @@ def test_failures_of_every_kind_are_counted_and_none_is_tried_again() -> None:
 def test_answers_that_end_early_are_flagged() -> None:
     """A server that stops at its end-of-text token, whatever was asked."""
     result = result_of(lambda _, request: paced(min(3, request["max_tokens"]), 0.2, 0.1, num_prompt=count(request)))
-    assert result.summary.num_short == 30
+    assert result.summary.num_short_answers == 30
     assert "ended early" in names(result)
 
 
@@ -199,9 +199,9 @@ def test_without_streaming_nothing_is_said_of_first_tokens() -> None:
 
     result = result_of(answer, replace(spec_of(), is_streamed=False))
     summary = result.summary
-    assert (summary.num_ok, summary.ttft, summary.itl) == (30, None, None)
-    assert summary.e2e is not None
-    assert summary.e2e.max == pytest.approx(0.6, abs=1e-4)
+    assert (summary.num_ok, summary.ttft_s, summary.itl_s) == (30, None, None)
+    assert summary.e2e_s is not None
+    assert summary.e2e_s.max == pytest.approx(0.6, abs=1e-4)
     assert "not measurable without streaming" in told(result).tables[0].note
 
 
@@ -216,9 +216,9 @@ def test_several_tokens_in_a_piece_are_counted_by_usage() -> None:
     work = replace(WORK, output=Lengths("fixed", 40))
     asked = LoadSpec(work, ClosedLoop(1), RunLimits(num_requests=20, warmup=2))
     result = result_of(answer, asked)
-    assert result.summary.rates.output_tokens == pytest.approx(10.0, rel=0.01)
-    assert result.summary.tpot is not None
-    assert result.summary.tpot.p50 == pytest.approx(3.6 / 39, rel=1e-3)
+    assert result.summary.capacity.output_tokens_per_s == pytest.approx(10.0, rel=0.01)
+    assert result.summary.tpot_s is not None
+    assert result.summary.tpot_s.p50 == pytest.approx(3.6 / 39, rel=1e-3)
     assert "several tokens a piece" in names(result)
 
 
@@ -301,7 +301,7 @@ def test_a_step_that_was_interrupted_makes_no_knee() -> None:
     """Ctrl-C, and no tokens/s for the last step: "the knee is at 2 users"."""
     results = [result_of(pace(0.5, 0.1), spec_of(ClosedLoop(users), num_requests=20, warmup=4)) for users in (1, 2, 4)]
     cut = replace(results[2], window=replace(results[2].window, is_interrupted=True))
-    cut = replace(cut, summary=replace(cut.summary, rates=Rates(0.0, 0.0, 0.0, 0.0, 0.0)))
+    cut = replace(cut, summary=replace(cut.summary, capacity=Capacity()))
     report = steps.report([*results[:2], cut], "http://mock")
     assert report.data["knee_users"] is None
     assert "No knee up to 2 users" in " ".join(report.verdict)
@@ -361,7 +361,7 @@ def test_a_server_that_counts_nothing_is_estimated() -> None:
 
     result = result_of(answer)
     assert {"tokens estimated", "lengths unknown"} <= names(result)
-    assert result.summary.rates.output_tokens == pytest.approx(5.0, rel=0.1)
+    assert result.summary.capacity.output_tokens_per_s == pytest.approx(5.0, rel=0.1)
 
 
 def test_usage_alone_is_no_token() -> None:
@@ -377,9 +377,9 @@ def test_usage_alone_is_no_token() -> None:
 
     work = replace(WORK, output=Lengths("fixed", 1))
     result = result_of(answer, LoadSpec(work, OpenLoop(1, is_poisson=False), RunLimits(num_requests=20, warmup=0)))
-    assert result.summary.itl is None
-    assert result.summary.ttft is not None
-    assert result.summary.ttft.max == pytest.approx(0.5, abs=1e-3)
+    assert result.summary.itl_s is None
+    assert result.summary.ttft_s is not None
+    assert result.summary.ttft_s.max == pytest.approx(0.5, abs=1e-3)
 
 
 def test_a_doubt_of_many_runs_is_said_once() -> None:
@@ -396,7 +396,7 @@ def test_ceilings_know_slots_and_rates() -> None:
     card = {"one_stream_ceiling_tokens_per_s": 50.0, "limits": {"max_num_seqs": 4}}
     result = result_of(pace(9.5, 0.1), spec_of(num_requests=40), card)
     rows = {str(row[0]): row for row in told(result).tables[1].rows}
-    assert result.summary.rates.in_flight > 5
+    assert result.summary.capacity.mean_in_flight > 5
     assert rows["output tokens/s"][2] == 200.0
     assert rows["answers/s"][2:] == [1, "asked for"]
     slow = result_of(pace(60.0, 0.1), spec_of(num_requests=20))
@@ -408,7 +408,7 @@ def test_arrivals_that_came_slowly_by_chance_are_no_overload() -> None:
     """One Poisson run in nine called more than the server can do, at any speed: 20 requests took 30 s to fall due."""
     asked = replace(spec_of(OpenLoop(1), num_requests=20), workload=replace(WORK, seed=28))
     result = result_of(pace(0.2, 0.1), asked)
-    assert result.summary.rates.requests < 0.7
+    assert result.summary.capacity.requests_per_s < 0.7
     assert not any("more than it can do" in sentence for sentence in told(result).verdict)
 
 

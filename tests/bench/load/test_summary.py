@@ -129,10 +129,10 @@ def test_the_role_chunk_is_no_token_and_reasoning_is_not_visible() -> None:
         Event(5.0, EventKind.TEXT, 5),
     )
     summary = summarise(window_of(Sample(0, 0.0, 0.0, 5.5, True, events, num_output_tokens=3)))
-    assert summary.ttft is not None
-    assert summary.visible is not None
-    assert summary.itl is not None
-    assert (summary.ttft.max, summary.visible.max, summary.itl.num, summary.itl.max) == (2.0, 5.0, 2, 2.0)
+    assert summary.ttft_s is not None
+    assert summary.visible_s is not None
+    assert summary.itl_s is not None
+    assert (summary.ttft_s.max, summary.visible_s.max, summary.itl_s.num, summary.itl_s.max) == (2.0, 5.0, 2, 2.0)
 
 
 def test_tokens_come_from_usage_where_pieces_hold_several() -> None:
@@ -140,7 +140,7 @@ def test_tokens_come_from_usage_where_pieces_hold_several() -> None:
     four = sample(1.0, 2.0, 3.0, num_tokens=12)
     assert tokens_over_time(four) == [(1.0, 4.0), (2.0, 4.0), (3.0, 4.0)]
     window = window_of(four, begin_s=1.0, end_s=3.0, asked=12)
-    assert summarise(window).rates.output_tokens == 4.0
+    assert summarise(window).capacity.output_tokens_per_s == 4.0
     assert summarise(window).tokens_per_event == 4.0
     assert "several tokens a piece" in found_in(window)
     said = replace(four, events=tuple(replace(e, num_tokens=n) for e, n in zip(four.events, (1, 1, 10), strict=True)))
@@ -159,8 +159,8 @@ def test_without_streaming_there_is_no_first_token() -> None:
     """TTFT = E2E for a request that was not streamed, in a table beside those that were."""
     whole = Sample(0, 0.0, 0.0, 4.0, False, num_prompt_tokens=10, num_output_tokens=8)
     summary = summarise(window_of(whole, asked=8))
-    assert (summary.ttft, summary.itl, summary.tpot) == (None, None, None)
-    assert summary.rates.output_tokens == pytest.approx(0.8)
+    assert (summary.ttft_s, summary.itl_s, summary.tpot_s) == (None, None, None)
+    assert summary.capacity.output_tokens_per_s == pytest.approx(0.8)
 
 
 # -- all together -----------------------------------------------------------------------------------------------------
@@ -172,12 +172,12 @@ def test_only_the_window_counts_for_throughput() -> None:
     inside = sample(4.0, 5.0, 6.0, due_s=3.0)
     late = sample(6.0, 7.0, 8.0, due_s=5.0)
     summary = summarise(window_of(inside, early, late, begin_s=2.0, end_s=7.0, others=2))
-    assert summary.rates.output_tokens == pytest.approx((3 + 3 + 2) / 5)
-    assert summary.rates.prompt_tokens == pytest.approx((10 + 10) / 5), "the early one's prompt was read before"
-    assert summary.rates.requests == pytest.approx(2 / 5)
-    assert summary.rates.in_flight == pytest.approx((3 + 3 + 2) / 5)
-    assert summary.e2e is not None
-    assert summary.e2e.num == 1, "but only measured requests have latencies"
+    assert summary.capacity.output_tokens_per_s == pytest.approx((3 + 3 + 2) / 5)
+    assert summary.capacity.prompt_tokens_per_s == pytest.approx((10 + 10) / 5), "the early one was read before"
+    assert summary.capacity.requests_per_s == pytest.approx(2 / 5)
+    assert summary.capacity.mean_in_flight == pytest.approx((3 + 3 + 2) / 5)
+    assert summary.e2e_s is not None
+    assert summary.e2e_s.num == 1, "but only measured requests have latencies"
 
 
 def test_goodput_counts_what_kept_every_promise() -> None:
@@ -188,7 +188,7 @@ def test_goodput_counts_what_kept_every_promise() -> None:
     summary = summarise(window_of(good, late, slow, failed), Slo.parse("ttft=1,itl=0.2"))
     assert summary.goodput is not None
     assert (summary.goodput.num_met, summary.goodput.share) == (1, 0.25)
-    assert summary.goodput.per_s == pytest.approx(0.1)
+    assert summary.goodput.requests_per_s == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_a_first_token_that_cannot_be_seen_meets_nothing() -> None:
 
 def test_little_is_arithmetic() -> None:
     """The law with a term missing: users / latency, as if nobody thought."""
-    little = Little(users=10, think_s=4.0, latency_s=1.0, measured_per_s=1.9)
-    assert little.expected_per_s == 2.0
+    little = Little(users=10, mean_think_s=4.0, mean_latency_s=1.0, measured_requests_per_s=1.9)
+    assert little.expected_requests_per_s == 2.0
     assert little.ratio == pytest.approx(0.95)
 
 
@@ -269,7 +269,7 @@ def test_what_a_workload_shares_itself_is_no_warm_cache() -> None:
 def test_an_early_end_is_flagged() -> None:
     """A server that is fast since it says little."""
     window = run(measure(VirtualEngine(num_tokens=lambda request: 3), EVENLY, RunLimits(30)))
-    assert summarise(window).num_short == 30
+    assert summarise(window).num_short_answers == 30
     assert "ended early" in found_in(window)
 
 
@@ -315,7 +315,7 @@ def test_all_figures_of_a_failing_run_exist() -> None:
     """A run in which nothing was answered ends in a traceback instead of a report."""
     window = run(measure(VirtualEngine(fate=lambda _: Failure.HTTP_503), EVENLY, RunLimits(10)))
     summary: LoadSummary = summarise(window, Slo.parse("ttft=1"))
-    assert (summary.ttft, summary.num_ok, summary.failure_rate) == (None, 0, 1.0)
+    assert (summary.ttft_s, summary.num_ok, summary.failure_rate) == (None, 0, 1.0)
     assert "failures" in found_in(window)
-    assert summary.e2e_with_failures is not None
-    assert math.isinf(summary.e2e_with_failures.mean)
+    assert summary.e2e_with_failures_s is not None
+    assert math.isinf(summary.e2e_with_failures_s.mean)

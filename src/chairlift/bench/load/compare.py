@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from chairlift.bench.client.connect import connect
 from chairlift.bench.client.target import ConnectOptions
 from chairlift.bench.load.doubts import grouped
 from chairlift.bench.load.options import LoadSpec
-from chairlift.bench.load.run import LoadResult, LoadRun
+from chairlift.bench.load.run import LoadCommand, LoadResult, PlannedRun
 from chairlift.bench.load.summary import LoadSummary
-from chairlift.bench.report.measure import ProgressDisplay, machine_note
+from chairlift.bench.report.measure import machine_note
 from chairlift.bench.report.report import Cell, Chart, Column, Report, Series, Table, number
 from chairlift.bench.report.stats import Spread, median_of
 
@@ -43,15 +41,15 @@ def _at(spread: Spread | None, percentile: str) -> float | None:
 
 
 METRICS = (
-    Metric("TTFT p50", "s", lambda summary: _at(summary.ttft, "p50")),
-    Metric("TTFT p95", "s", lambda summary: _at(summary.ttft, "p95")),
-    Metric("ITL p50", "s", lambda summary: _at(summary.itl, "p50")),
-    Metric("ITL p99", "s", lambda summary: _at(summary.itl, "p99")),
-    Metric("TPOT p50", "s", lambda summary: _at(summary.tpot, "p50")),
-    Metric("E2E p50", "s", lambda summary: _at(summary.e2e, "p50")),
-    Metric("E2E p95", "s", lambda summary: _at(summary.e2e, "p95")),
-    Metric("output", "tokens/s", lambda summary: summary.rates.output_tokens, False),
-    Metric("total", "tokens/s", lambda summary: summary.rates.total_tokens, False),
+    Metric("TTFT p50", "s", lambda summary: _at(summary.ttft_s, "p50")),
+    Metric("TTFT p95", "s", lambda summary: _at(summary.ttft_s, "p95")),
+    Metric("ITL p50", "s", lambda summary: _at(summary.itl_s, "p50")),
+    Metric("ITL p99", "s", lambda summary: _at(summary.itl_s, "p99")),
+    Metric("TPOT p50", "s", lambda summary: _at(summary.tpot_s, "p50")),
+    Metric("E2E p50", "s", lambda summary: _at(summary.e2e_s, "p50")),
+    Metric("E2E p95", "s", lambda summary: _at(summary.e2e_s, "p95")),
+    Metric("output", "tokens/s", lambda summary: summary.capacity.output_tokens_per_s, False),
+    Metric("total", "tokens/s", lambda summary: summary.capacity.total_tokens_per_s, False),
 )
 Rounds = Sequence[LoadSummary | None]
 """One server's figures, round by round; None for a round that was not measured."""
@@ -96,35 +94,17 @@ def order(num_servers: int, turn: int) -> list[int]:
     return [(turn + place) % num_servers for place in range(num_servers)]
 
 
-Turns = list[list[LoadRun | None]]
-"""By round and server."""
+def command(urls: Sequence[str], options: ConnectOptions, spec: LoadSpec, num_rounds: int) -> LoadCommand:
+    """Round by round, in fresh words each time."""
+    turns = [(turn, at) for turn in range(num_rounds) for at in order(len(urls), turn)]
+    plan = [PlannedRun(at, spec.fresh(), f"round {turn + 1} of {num_rounds}: {letter(at)}, ") for turn, at in turns]
 
+    def tell(results: Sequence[LoadResult | None]) -> Report:
+        by_turn = dict(zip(turns, results, strict=True))
+        rounds = [[by_turn[turn, at] for at in range(len(urls))] for turn in range(num_rounds)]
+        return report([row for row in rounds if any(row)], urls)
 
-@dataclass
-class CompareCommand:
-    """The command: its work, and the report on the rounds so far."""
-
-    urls: Sequence[str]
-    server: ConnectOptions
-    spec: LoadSpec
-    rounds: int
-    turns: Turns = field(default_factory=list)
-
-    async def work(self, progress: ProgressDisplay) -> None:
-        """Round by round."""
-        async with AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(connect(url, self.server)) for url in self.urls]
-            for turn in range(self.rounds):
-                self.turns.append([None] * len(clients))
-                for at in order(len(clients), turn):
-                    progress.say(f"round {turn + 1} of {self.rounds}: {letter(at)}, {clients[at].target.name}")
-                    run = LoadRun(clients[at], self.spec.fresh(), progress, f"round {turn + 1}, {letter(at)}: ")
-                    self.turns[-1][at] = run
-                    await run.run()
-
-    def report(self) -> Report:
-        """Every run that has begun."""
-        return report([[run.result if run else None for run in row] for row in self.turns], self.urls)
+    return LoadCommand(urls, options, plan, tell)
 
 
 def letter(at: int) -> str:

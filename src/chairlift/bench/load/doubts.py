@@ -50,7 +50,7 @@ def doubts(summary: LoadSummary, window: Window, spec: LoadSpec, target: Target)
 
 
 def _about_answers(summary: LoadSummary, target: Target) -> Iterator[Doubt]:
-    failed = summary.num_requests - summary.num_ok
+    failed = summary.num_failed
     if summary.failure_rate > FAILURES:
         causes = ", ".join(f"{count} x {cause}" for cause, count in summary.failures.items())
         yield Doubt(
@@ -58,11 +58,11 @@ def _about_answers(summary: LoadSummary, target: Target) -> Iterator[Doubt]:
             f"{failed} of {summary.num_requests} requests failed ({summary.failure_rate:.0%}): {causes}. Latencies are "
             "those of the answered ones alone; a server that refuses work looks faster than it is",
         )
-    if summary.num_short:
+    if summary.num_short_answers:
         why = "" if target.can_fix_length else "; this server cannot be told to answer in exactly so many tokens"
         yield Doubt(
             "ended early",
-            f"{summary.num_short} of {summary.num_ok} answers have fewer tokens than asked for{why}. E2E and "
+            f"{summary.num_short_answers} of {summary.num_ok} answers have fewer tokens than asked for{why}. E2E and "
             "requests/s are those of shorter answers",
         )
 
@@ -75,7 +75,7 @@ def _about_speed(summary: LoadSummary, spec: LoadSpec, target: Target) -> Iterat
             f"{hits:.0%} of the prompt tokens came from the server's prefix cache, of which this workload explains "
             f"{expected:.0%}. TTFT and throughput are those of prompts that were seen before",
         )
-    ceiling, fastest = target.one_stream_ceiling, summary.fastest_stream
+    ceiling, fastest = target.one_stream_ceiling, summary.fastest_stream_tokens_per_s
     if ceiling is not None and fastest is not None and fastest > CEILING_SLACK * ceiling:
         yield Doubt(
             "faster than memory",
@@ -85,7 +85,7 @@ def _about_speed(summary: LoadSummary, spec: LoadSpec, target: Target) -> Iterat
 
 
 def _about_the_generator(summary: LoadSummary, window: Window) -> Iterator[Doubt]:
-    dispatch, e2e = summary.dispatch, summary.e2e
+    dispatch, e2e = summary.dispatch_s, summary.e2e_s
     if summary.num_held:
         yield Doubt(
             "generator behind",
@@ -111,11 +111,11 @@ def _about_the_window(summary: LoadSummary, window: Window) -> Iterator[Doubt]:
         )
     if not window.warm_up.is_steady:
         yield Doubt("not steady", f"warming up ({window.warm_up.rule}) ended without the latency having settled")
-    elif summary.growth is not None and not 1 / GROWING <= summary.growth <= GROWING:
-        is_growing = isinstance(window.arrivals, OpenLoop) and summary.growth > 1
+    elif summary.e2e_growth is not None and not 1 / GROWING <= summary.e2e_growth <= GROWING:
+        is_growing = isinstance(window.arrivals, OpenLoop) and summary.e2e_growth > 1
         yield Doubt(
             "not steady",
-            f"E2E of the later half of the requests was {summary.growth:.2f} x that of the earlier half: the figures "
+            f"E2E of the later half of the requests was {summary.e2e_growth:.2f} x that of the earlier half: the figures "
             "depend on how long was measured" + ("; the queue grows" if is_growing else ""),
         )
     if window.num_cut and not window.is_interrupted:
@@ -124,8 +124,8 @@ def _about_the_window(summary: LoadSummary, window: Window) -> Iterator[Doubt]:
     if little is not None and summary.num_ok >= FEW and not 1 / LITTLE_OFF <= little.ratio <= LITTLE_OFF:
         yield Doubt(
             "Little's law",
-            f"{little.measured_per_s:.2f} requests/s were answered where users / (think + latency) gives "
-            f"{little.expected_per_s:.2f}: the window is too short, or not steady",
+            f"{little.measured_requests_per_s:.2f} requests/s were answered where users / (think + latency) gives "
+            f"{little.expected_requests_per_s:.2f}: the window is too short, or not steady",
         )
 
 

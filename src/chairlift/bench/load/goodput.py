@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from chairlift.bench.client.sample import Sample
 from chairlift.bench.load.generator import Window
@@ -62,11 +61,12 @@ class Slo:
 class Goodput:
     """The requests that kept every objective."""
 
-    slo: Slo
+    slo_s: Slo
     num_met: int
-    num_requests: int
-    per_s: float
-    """Requests/s of the window, by the share of the measured requests that met the objectives."""
+    share: float
+    """Share of all measured requests, the failed ones included."""
+    requests_per_s: float
+    """In the window, by that share."""
 
     @classmethod
     def of(cls, slo: Slo, samples: Sequence[Sample], window: Window) -> Goodput:
@@ -74,18 +74,4 @@ class Goodput:
         met = sum(map(slo.is_met, samples))
         ended = sum(window.contains(attempt.sample.ended_s) for attempt in window.attempts)
         share = met / len(samples) if samples else 0.0
-        return cls(slo, met, len(samples), share * ended / window.seconds if window.seconds else 0.0)
-
-    @property
-    def share(self) -> float:
-        """Share of all measured requests, the failed ones included."""
-        return self.num_met / self.num_requests if self.num_requests else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the JSON."""
-        return {
-            "slo_s": self.slo.as_dict(),
-            "num_met": self.num_met,
-            "share": round(self.share, 4),
-            "requests_per_s": round(self.per_s, 4),
-        }
+        return cls(slo, met, share, share * ended / window.seconds if window.seconds else 0.0)

@@ -1,4 +1,4 @@
-"""One server under one load: measures how it counts tokens, runs the generator, and collects the figures.
+"""Servers under load: measures how each counts tokens, runs the generator, and collects the figures.
 
     connect ── calibrate (two requests: how long is a prompt?) ── probe (one: how long is an answer?) ── run ── result
 
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from chairlift.bench.client import engine_metrics
 from chairlift.bench.client.client import BenchError, Client
+from chairlift.bench.client.connect import connect
 from chairlift.bench.client.engine_metrics import EngineMetrics, Histogram, MetricsSnapshot
 from chairlift.bench.client.sample import Sample
-from chairlift.bench.client.target import GenerationRequest, Target
+from chairlift.bench.client.target import ConnectOptions, GenerationRequest, Target
 from chairlift.bench.load.arrivals import ClosedLoop
 from chairlift.bench.load.doubts import Doubt, doubts
 from chairlift.bench.load.generator import LoadGenerator, Phase, Window
@@ -25,6 +27,7 @@ from chairlift.bench.load.options import LoadSpec
 from chairlift.bench.load.summary import LoadSummary, summarise
 from chairlift.bench.load.workload import PlannedRequest, TokenCalibration
 from chairlift.bench.report.measure import ProgressDisplay
+from chairlift.bench.report.report import Report
 
 CALIBRATION_WORDS = (8, 72)
 
@@ -53,7 +56,7 @@ class LoadResult:
     @property
     def stream_rate(self) -> float | None:
         """Tokens/s of the median stream; None if not known."""
-        tpot = self.summary.tpot
+        tpot = self.summary.tpot_s
         return None if tpot is None or not tpot.p50 else 1 / tpot.p50
 
     def notes(self) -> list[str]:
@@ -69,16 +72,10 @@ class LoadResult:
             "it.",
         ]
 
-    def _queue_bounds(self) -> dict[str, float | None] | None:
-        """The bounds that the shortest 50 % to 100 % of the waits did not exceed; null beyond the last bucket."""
-        if self.queue is None:
-            return None
-        percents = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
-        bounds = {name: self.queue.bound_s(percent) for name, percent in percents.items()}
-        return {name: bound if bound is not None and math.isfinite(bound) else None for name, bound in bounds.items()}
-
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON."""
+        """For the JSON. A percentile of the queue waits is the bound of its bucket, infinite beyond the last."""
+        percents = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
+        bounds = self.queue and {name: self.queue.bound_s(percent) for name, percent in percents.items()}
         return {
             "url": self.target.base,
             "model": self.target.model,
@@ -87,19 +84,15 @@ class LoadResult:
             "load": str(self.spec.arrivals),
             "work": self.spec.workload.describe(),
             "window_s": round(self.window.seconds, 4),
-            "warm_up": {
-                "num_requests": self.window.warm_up.num_requests,
-                "is_steady": self.window.warm_up.is_steady,
-                "rule": self.window.warm_up.rule,
-            },
+            "warm_up": asdict(self.window.warm_up),
             "max_in_flight": self.spec.limits.max_in_flight,
             "num_cut": self.window.num_cut,
             **self.summary.as_dict(),
             "engine_queue_mean_s": self.queue_s,
-            "engine_queue_bounds_s": self._queue_bounds(),
+            "engine_queue_bounds_s": bounds,
             "num_preemptions": self.engine.num_preemptions if self.engine else None,
             "one_stream_ceiling_tokens_per_s": self.target.one_stream_ceiling,
-            "doubts": [{"name": doubt.name, "text": doubt.text} for doubt in self.doubts],
+            "doubts": [asdict(doubt) for doubt in self.doubts],
         }
 
 
@@ -136,7 +129,7 @@ class LoadRun:
         arrivals = self._spec.arrivals
         if not isinstance(arrivals, ClosedLoop) or arrivals.users == 1 or self._spec.workload.trace:
             return
-        self._progress.at(0, None, f"{self._label}scouting")
+        self._progress.at(0, None, f"{self._label}{arrivals}: asking once")
         workload = replace(self._spec.workload, salt=self._spec.workload.salt + "/scout")
         sample = await self._send(workload.request(0), None)
         spread_s = arrivals.think_s + sample.service_s
@@ -149,7 +142,7 @@ class LoadRun:
     def _on_progress(self, phase: Phase, done: int, total: int | None, in_flight: int) -> None:
         if phase is not Phase.WARM_UP and phase not in self._snapshots:
             self._snapshots[phase] = asyncio.create_task(engine_metrics.scrape(self._client))
-        self._progress.at(done, total, f"{self._label}{phase}, {in_flight} in flight")
+        self._progress.at(done, total, f"{self._label}{self._spec.arrivals}: {phase}, {in_flight} in flight")
 
     async def _engine_figures(self) -> EngineMetrics | None:
         """The engine's figures of the window; those of the tail do not count."""
@@ -171,6 +164,42 @@ class LoadRun:
             summary = replace(summary, cache_hit_rate=self._engine.hit_rate)
         found = tuple(doubts(summary, window, self._spec, target))
         return LoadResult(target, self._spec, window, summary, self._engine, found)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """One run of a command: the number of its server, its load, and what stands before its name in the progress."""
+
+    server: int
+    spec: LoadSpec
+    label: str = ""
+
+
+@dataclass
+class LoadCommand:
+    """A command that puts load on servers: its runs one after the other, and the report on those so far."""
+
+    urls: Sequence[str]
+    options: ConnectOptions
+    plan: Sequence[PlannedRun]
+    tell: Callable[[Sequence[LoadResult | None]], Report]
+    """Makes the report of the results, in the order of the plan; None for a run that has not begun."""
+    runs: list[LoadRun] = field(default_factory=list)
+
+    async def work(self, progress: ProgressDisplay) -> None:
+        """All runs of the plan."""
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(connect(url, self.options)) for url in self.urls]
+            for planned in self.plan:
+                client = clients[planned.server]
+                progress.say(f"{planned.label}{client.target.name}: {planned.spec.arrivals}")
+                self.runs.append(LoadRun(client, planned.spec, progress, planned.label))
+                await self.runs[-1].run()
+
+    def report(self) -> Report:
+        """Every run that has begun."""
+        missing = len(self.plan) - len(self.runs)
+        return self.tell([*(run.result for run in self.runs), *[None] * missing])
 
 
 async def calibrate(client: Client, spec: LoadSpec) -> TokenCalibration:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
-from chairlift.bench.client.connect import connect
 from chairlift.bench.client.engine_metrics import Histogram
 from chairlift.bench.client.target import ConnectOptions
 from chairlift.bench.load.arrivals import ClosedLoop, OpenLoop
 from chairlift.bench.load.generator import Attempt
 from chairlift.bench.load.options import LoadSpec
-from chairlift.bench.load.run import LoadResult, LoadRun
+from chairlift.bench.load.run import LoadCommand, LoadResult, PlannedRun
 from chairlift.bench.load.summary import LoadSummary
-from chairlift.bench.report.measure import ProgressDisplay, machine_note
+from chairlift.bench.report.measure import machine_note
 from chairlift.bench.report.report import Cell, Chart, Column, Lane, Report, Series, Span, Table, number
 from chairlift.bench.report.stats import Spread
 
@@ -22,25 +20,9 @@ ABOVE_CAPACITY = 0.8
 """Share of the requests that fell due. Fewer answers mean overload, unless chance (twice the root) explains them."""
 
 
-@dataclass
-class LoadCommand:
-    """The command: its work, and the report on what was measured so far."""
-
-    url: str
-    server: ConnectOptions
-    spec: LoadSpec
-    runs: list[LoadRun] = field(default_factory=list)
-
-    async def work(self, progress: ProgressDisplay) -> None:
-        """One run."""
-        async with connect(self.url, self.server) as client:
-            progress.say(f"{client.target.name}: {self.spec.arrivals}")
-            self.runs.append(LoadRun(client, self.spec, progress))
-            await self.runs[0].run()
-
-    def report(self) -> Report:
-        """Its figures."""
-        return report(self.runs[0].result if self.runs else None, self.url)
+def command(url: str, options: ConnectOptions, spec: LoadSpec) -> LoadCommand:
+    """One run."""
+    return LoadCommand([url], options, [PlannedRun(0, spec)], lambda results: report(results[0], url))
 
 
 def report(result: LoadResult | None, url: str) -> Report:
@@ -63,15 +45,15 @@ def latencies(result: LoadResult) -> Table:
     """The latencies of the measured requests."""
     summary = result.summary
     rows = [
-        _spread_row("TTFT", summary.ttft),
-        _spread_row("first visible output", summary.visible),
-        _spread_row("ITL", summary.itl),
-        _spread_row("TPOT", summary.tpot),
-        _spread_row("E2E", summary.e2e),
+        _spread_row("TTFT", summary.ttft_s),
+        _spread_row("first visible output", summary.visible_s),
+        _spread_row("ITL", summary.itl_s),
+        _spread_row("TPOT", summary.tpot_s),
+        _spread_row("E2E", summary.e2e_s),
     ]
     if summary.num_ok < summary.num_requests:
-        rows.append(_spread_row("E2E, a failure as never", summary.e2e_with_failures))
-    rows.append(_spread_row("dispatch delay (client)", summary.dispatch))
+        rows.append(_spread_row("E2E, a failure as never", summary.e2e_with_failures_s))
+    rows.append(_spread_row("dispatch delay (client)", summary.dispatch_s))
     rows.append(_queue_row(result.queue))
     columns = [Column("", align="left"), Column("values")]
     columns += [Column(title, "s") for title in ("mean", "p50", "p95", "p99", "max")]
@@ -125,19 +107,24 @@ def _latency_note(result: LoadResult) -> str:
 
 def capacity(result: LoadResult) -> Table:
     """What the server did for all requests together, beside what it could do at most."""
-    ceiling, rates = result.target.one_stream_ceiling, result.summary.rates
+    ceiling, rates = result.target.one_stream_ceiling, result.summary.capacity
     is_closed = isinstance(result.spec.arrivals, ClosedLoop)
     rows: list[list[Cell]] = [
         [
             "output tokens/s",
-            rates.output_tokens,
-            result.target.output_ceiling(rates.in_flight),
+            rates.output_tokens_per_s,
+            result.target.output_ceiling(rates.mean_in_flight),
             "running x one stream's",
         ],
-        ["prompt tokens/s", rates.prompt_tokens, None, ""],
-        ["total tokens/s", rates.total_tokens, None, ""],
-        ["answers/s", rates.requests, *_answers_ceiling(result)],
-        ["in flight, mean", rates.in_flight, result.spec.max_in_flight, "users" if is_closed else "--max-in-flight"],
+        ["prompt tokens/s", rates.prompt_tokens_per_s, None, ""],
+        ["total tokens/s", rates.total_tokens_per_s, None, ""],
+        ["answers/s", rates.requests_per_s, *_answers_ceiling(result)],
+        [
+            "in flight, mean",
+            rates.mean_in_flight,
+            result.spec.max_in_flight,
+            "users" if is_closed else "--max-in-flight",
+        ],
         ["one stream's tokens/s, median", result.stream_rate, ceiling, "memory bandwidth / bytes read for a token"],
     ]
     columns = [Column("", align="left"), Column("measured"), Column("ceiling"), Column("which is", align="left")]
@@ -151,7 +138,7 @@ def _answers_ceiling(result: LoadResult) -> tuple[float | None, str]:
     arrivals, little = result.spec.arrivals, result.summary.little
     if isinstance(arrivals, OpenLoop):
         return arrivals.rate or None, "asked for"
-    return None if little is None else little.expected_per_s, "users / (think + latency)"
+    return None if little is None else little.expected_requests_per_s, "users / (think + latency)"
 
 
 def facts(result: LoadResult) -> Table:
@@ -162,10 +149,10 @@ def facts(result: LoadResult) -> Table:
     rows: list[list[Cell]] = [
         ["answered", summary.num_ok, f"of {summary.num_requests} measured"],
         *_failures(summary),
-        ["refused (503)", summary.num_refused, ""],
+        ["refused (503)", summary.num_503, ""],
         ["prompt tokens, mean", _mean(summary.prompt_tokens), _asked(summary.prompt_asked)],
         ["output tokens, mean", _mean(summary.output_tokens), _asked(summary.output_asked)],
-        ["answers shorter than asked", summary.num_short, f"of {summary.num_ok}"],
+        ["answers shorter than asked", summary.num_short_answers, f"of {summary.num_ok}"],
         ["prompt tokens from the prefix cache", _percent(summary.cache_hit_rate), _shared(workload.shared_share)],
         ["stalls", stalls.num, f"in {stalls.num_streams_hit} of {stalls.num_streams} streams"],
         ["longest stall, s", stalls.longest_s or None, "a gap over 1 s and over 4 x its stream's median"],
@@ -173,7 +160,9 @@ def facts(result: LoadResult) -> Table:
     ]
     if summary.goodput is not None:
         share = _percent(summary.goodput.share)
-        rows.append([f"goodput: {summary.goodput.slo}", share, f"{number(summary.goodput.per_s)} requests/s"])
+        rows.append(
+            [f"goodput: {summary.goodput.slo_s}", share, f"{number(summary.goodput.requests_per_s)} requests/s"]
+        )
     return Table("What was asked and what came", [Column("", align="left"), Column(""), Column("", align="left")], rows)
 
 
@@ -199,23 +188,23 @@ def _shared(share: float) -> str:
 
 def verdict(result: LoadResult) -> list[str]:
     """What the figures mean, in sentences."""
-    summary = result.summary
+    summary, capacity = result.summary, result.summary.capacity
     if not summary.num_requests:
         return ["Nothing was measured: no request that counts has ended."]
-    if not summary.num_ok or summary.e2e is None:
+    if not summary.num_ok or summary.e2e_s is None:
         return ["Nothing was answered: there are no latencies."]
     said = []
-    if summary.visible is not None:
+    if summary.visible_s is not None:
         said.append(
-            f"Half of the answers began within {number(summary.visible.p50)} s, the slowest after "
-            f"{number(summary.visible.max)} s; half were complete within {number(summary.e2e.p50)} s."
+            f"Half of the answers began within {number(summary.visible_s.p50)} s, the slowest after "
+            f"{number(summary.visible_s.max)} s; half were complete within {number(summary.e2e_s.p50)} s."
         )
     if summary.num_ok < summary.num_requests:
-        missed = summary.num_requests - summary.num_ok
+        missed = summary.num_failed
         said.append(f"{missed} of {summary.num_requests} people got no answer, and no percentile above speaks of them.")
     if _is_too_much(result):
         said.append(
-            f"{number(summary.rates.requests)} of {number(summary.rates.due)} requests/s were answered: this is more "
+            f"{number(capacity.requests_per_s)} of {number(capacity.due_per_s)} requests/s were answered: this is more "
             "than it can do, and the wait grows with every minute."
         )
     if summary.stalls.num:
@@ -224,15 +213,15 @@ def verdict(result: LoadResult) -> list[str]:
             f"{number(summary.stalls.longest_s)} s: their readers think that it hangs."
         )
     if summary.goodput is not None:
-        said.append(f"{summary.goodput.share:.0%} of the requests kept {summary.goodput.slo}.")
+        said.append(f"{summary.goodput.share:.0%} of the requests kept {summary.goodput.slo_s}.")
     return said
 
 
 def _is_too_much(result: LoadResult) -> bool:
     if not isinstance(result.spec.arrivals, OpenLoop) or result.spec.workload.trace:
         return False  # a trace's window is open until all have ended
-    rates, seconds = result.summary.rates, result.window.seconds
-    num_due, num_left = rates.due * seconds, (rates.due - rates.requests) * seconds
+    rates, seconds = result.summary.capacity, result.window.seconds
+    num_due, num_left = rates.due_per_s * seconds, (rates.due_per_s - rates.requests_per_s) * seconds
     return num_left > max((1 - ABOVE_CAPACITY) * num_due, 2 * math.sqrt(num_due))
 
 

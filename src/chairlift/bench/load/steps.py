@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from chairlift.bench.client.connect import connect
 from chairlift.bench.client.target import ConnectOptions
 from chairlift.bench.load.doubts import grouped
 from chairlift.bench.load.options import LoadSpec
-from chairlift.bench.load.run import LoadResult, LoadRun
-from chairlift.bench.report.measure import ProgressDisplay, machine_note
+from chairlift.bench.load.run import LoadCommand, LoadResult, PlannedRun
+from chairlift.bench.report.measure import machine_note
 from chairlift.bench.report.report import Cell, Chart, Column, Report, Series, Table, number
 from chairlift.bench.report.stats import Spread
 from chairlift.errors import ConfigError
@@ -42,26 +40,10 @@ def knee(users: Sequence[int], tokens_per_s: Sequence[float]) -> int | None:
     return None
 
 
-@dataclass
-class StepsCommand:
-    """The command: its work, and the report on the steps so far."""
-
-    url: str
-    server: ConnectOptions
-    specs: Sequence[LoadSpec]
-    runs: list[LoadRun] = field(default_factory=list)
-
-    async def work(self, progress: ProgressDisplay) -> None:
-        """One step after another."""
-        async with connect(self.url, self.server) as client:
-            for spec in self.specs:
-                progress.say(f"{client.target.name}: {spec.arrivals}")
-                self.runs.append(LoadRun(client, spec, progress, f"{spec.arrivals}: "))
-                await self.runs[-1].run()
-
-    def report(self) -> Report:
-        """Every step that has begun."""
-        return report([result for run in self.runs if (result := run.result)], self.url)
+def command(url: str, options: ConnectOptions, specs: Sequence[LoadSpec]) -> LoadCommand:
+    """One step after another."""
+    plan = [PlannedRun(0, spec) for spec in specs]
+    return LoadCommand([url], options, plan, lambda results: report(list(filter(None, results)), url))
 
 
 def report(results: Sequence[LoadResult], url: str) -> Report:
@@ -70,7 +52,7 @@ def report(results: Sequence[LoadResult], url: str) -> Report:
         return Report(COMMAND, f"{url}: nothing was measured")
     users = [result.spec.max_in_flight for result in results]
     done = [result for result in results if not result.window.is_interrupted]
-    found = knee(users, [result.summary.rates.output_tokens for result in done])
+    found = knee(users, [result.summary.capacity.output_tokens_per_s for result in done])
     doubted = [(str(count), doubt) for count, each in zip(users, results, strict=True) for doubt in each.doubts]
     return Report(
         command=COMMAND,
@@ -91,8 +73,8 @@ def _felt(users: Sequence[int], results: Sequence[LoadResult], found: int | None
     rows: list[list[Cell]] = []
     for count, result in zip(users, results, strict=True):
         summary = result.summary
-        row: list[Cell] = [count, summary.num_ok, summary.num_requests - summary.num_ok]
-        for spread in (summary.ttft, summary.itl, summary.e2e):
+        row: list[Cell] = [count, summary.num_ok, summary.num_failed]
+        for spread in (summary.ttft_s, summary.itl_s, summary.e2e_s):
             row += [_at(spread, 50), _at(spread, 95)]
         rows.append([*row, result.queue_s, summary.stalls.num_streams_hit, _mark(count, found)])
     note = "'max' stands before a p95 that is the largest value, for want of values."
@@ -118,15 +100,22 @@ def _got(users: Sequence[int], results: Sequence[LoadResult], found: int | None)
     columns += [Column("in flight"), Column("", align="left")]
     rows: list[list[Cell]] = []
     for count, result in zip(users, results, strict=True):
-        rates, little, ceiling = result.summary.rates, result.summary.little, result.target.one_stream_ceiling
+        rates, little, ceiling = result.summary.capacity, result.summary.little, result.target.one_stream_ceiling
         row: list[Cell] = [
             count,
-            rates.output_tokens,
-            result.target.output_ceiling(rates.in_flight),
-            rates.prompt_tokens,
+            rates.output_tokens_per_s,
+            result.target.output_ceiling(rates.mean_in_flight),
+            rates.prompt_tokens_per_s,
         ]
-        row += [rates.total_tokens, result.stream_rate, ceiling, rates.requests]
-        rows.append([*row, None if little is None else little.expected_per_s, rates.in_flight, _mark(count, found)])
+        row += [rates.total_tokens_per_s, result.stream_rate, ceiling, rates.requests_per_s]
+        rows.append(
+            [
+                *row,
+                None if little is None else little.expected_requests_per_s,
+                rates.mean_in_flight,
+                _mark(count, found),
+            ]
+        )
     note = (
         "Ceilings: what memory allows one stream, and that for each that runs. users/turn is users / (think + "
         f"latency), which answers/s must match. {RULE}"
@@ -139,7 +128,7 @@ def _verdict(users: Sequence[int], results: Sequence[LoadResult], found: int | N
         return []
     first, last, most = results[0], results[-1], users[len(results) - 1]
     said = []
-    before, after = first.summary.rates.output_tokens, last.summary.rates.output_tokens
+    before, after = first.summary.capacity.output_tokens_per_s, last.summary.capacity.output_tokens_per_s
     if before and after:
         said.append(
             f"{most} users get {number(after / before)} x the tokens/s that {users[0]} got, all together"
@@ -163,10 +152,10 @@ def _charts(users: Sequence[int], results: Sequence[LoadResult], found: int | No
     marks = [(float(found), "knee")] if found is not None else []
     x = [float(count) for count in users]
     summaries = [result.summary for result in results]
-    output = Series("output", x, [summary.rates.output_tokens for summary in summaries])
-    total = Series("prompt and output", x, [summary.rates.total_tokens for summary in summaries])
+    output = Series("output", x, [summary.capacity.output_tokens_per_s for summary in summaries])
+    total = Series("prompt and output", x, [summary.capacity.total_tokens_per_s for summary in summaries])
     drawn = [Chart("lines", "Throughput over users", "users", "tokens/s", [output, total], marks=marks)]
-    for name, spreads in (("TTFT", [s.ttft for s in summaries]), ("ITL", [s.itl for s in summaries])):
+    for name, spreads in (("TTFT", [s.ttft_s for s in summaries]), ("ITL", [s.itl_s for s in summaries])):
         points = [(at, spread) for at, spread in zip(x, spreads, strict=True) if spread is not None]
         if points:
             where = [at for at, _ in points]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -17,7 +17,7 @@ from chairlift.bench.client.sample import Failure, Sample
 from chairlift.bench.load.arrivals import ClosedLoop
 from chairlift.bench.load.generator import Attempt, Window
 from chairlift.bench.load.goodput import Goodput, Slo
-from chairlift.bench.report.stats import Spread, mean_of
+from chairlift.bench.report.stats import Spread, as_figures, mean_of
 
 STALL_S = 1.0
 STALL_MEDIANS = 4.0
@@ -54,62 +54,41 @@ class Little:
     """Little's law of a closed loop: users = throughput x (think time + latency). It holds if the window is steady."""
 
     users: int
-    think_s: float
-    latency_s: float
-    measured_per_s: float
+    mean_think_s: float
+    mean_latency_s: float
+    measured_requests_per_s: float
 
     @property
-    def expected_per_s(self) -> float:
+    def expected_requests_per_s(self) -> float:
         """users / (think + latency)."""
-        turn_s = self.think_s + self.latency_s
+        turn_s = self.mean_think_s + self.mean_latency_s
         return self.users / turn_s if turn_s else 0.0
 
     @property
     def ratio(self) -> float:
         """Measured / expected, near 1 in a steady window."""
-        return self.measured_per_s / self.expected_per_s if self.expected_per_s else 0.0
+        expected = self.expected_requests_per_s
+        return self.measured_requests_per_s / expected if expected else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON."""
-        figures = {
-            "mean_think_s": self.think_s,
-            "mean_latency_s": self.latency_s,
-            "expected_requests_per_s": self.expected_per_s,
-            "measured_requests_per_s": self.measured_per_s,
-            "ratio": self.ratio,
-        }
-        return {"users": self.users, **{name: round(value, 4) for name, value in figures.items()}}
+        return as_figures(self, "expected_requests_per_s", "ratio")
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Capacity: tokens and requests per second of the window, of all requests together."""
+class Capacity:
+    """Tokens and requests per second of the window, of all requests together."""
 
-    requests: float
+    requests_per_s: float = 0.0
     """Answered requests."""
-    due: float
+    due_per_s: float = 0.0
     """Requests that fell due in the window, and those that were given up at its end."""
-    prompt_tokens: float
+    prompt_tokens_per_s: float = 0.0
     """Tokens of prompts whose answer began in the window, cached ones included."""
-    output_tokens: float
-    in_flight: float
+    output_tokens_per_s: float = 0.0
+    total_tokens_per_s: float = 0.0
+    mean_in_flight: float = 0.0
     """Mean number of requests between dispatch and end."""
-
-    @property
-    def total_tokens(self) -> float:
-        """Prompt and output tokens."""
-        return self.prompt_tokens + self.output_tokens
-
-    def as_dict(self) -> dict[str, float]:
-        """For the JSON."""
-        return {
-            "requests_per_s": round(self.requests, 4),
-            "due_per_s": round(self.due, 4),
-            "prompt_tokens_per_s": round(self.prompt_tokens, 2),
-            "output_tokens_per_s": round(self.output_tokens, 2),
-            "total_tokens_per_s": round(self.total_tokens, 2),
-            "mean_in_flight": round(self.in_flight, 3),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,71 +98,53 @@ class LoadSummary:
     num_requests: int
     num_ok: int
     failures: dict[str, int]
-    ttft: Spread | None
-    visible: Spread | None
-    itl: Spread | None
-    tpot: Spread | None
-    e2e: Spread | None
-    e2e_with_failures: Spread | None
+    ttft_s: Spread | None
+    visible_s: Spread | None
+    itl_s: Spread | None
+    tpot_s: Spread | None
+    e2e_s: Spread | None
+    e2e_with_failures_s: Spread | None
     """A failed request counts as an infinite time."""
-    dispatch: Spread | None
+    dispatch_s: Spread | None
     num_held: int
     stalls: Stalls
-    rates: Rates
+    capacity: Capacity
     prompt_tokens: Spread | None
     prompt_asked: Spread | None
     output_tokens: Spread | None
     output_asked: Spread | None
-    num_short: int
+    num_short_answers: int
     """Answers that have fewer tokens than were asked for, by usage."""
     cache_hit_rate: float | None
     """Share of the prompt tokens, by usage; None if the server tells none."""
     tokens_per_event: float | None
     are_tokens_estimated: bool
     is_streamed: bool
-    growth: float | None
+    e2e_growth: float | None
     """Mean E2E of the later half of the requests / that of the earlier half."""
-    fastest_stream: float | None
-    """Tokens/s of the fastest stream, from its first token to its last."""
+    fastest_stream_tokens_per_s: float | None
+    """From its first token to its last."""
     goodput: Goodput | None
     little: Little | None
 
     @property
-    def failure_rate(self) -> float:
-        """Share of the measured requests."""
-        return (self.num_requests - self.num_ok) / self.num_requests if self.num_requests else 0.0
+    def num_failed(self) -> int:
+        """Measured requests without a complete answer."""
+        return self.num_requests - self.num_ok
 
     @property
-    def num_refused(self) -> int:
-        """Requests that the server refused with a 503, since it was full."""
+    def failure_rate(self) -> float:
+        """Share of the measured requests."""
+        return self.num_failed / self.num_requests if self.num_requests else 0.0
+
+    @property
+    def num_503(self) -> int:
+        """Requests that the server refused since it was full."""
         return self.failures.get(str(Failure.HTTP_503), 0)
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON."""
-        spreads = ("ttft", "visible", "itl", "tpot", "e2e", "e2e_with_failures", "dispatch")
-        lengths = ("prompt_tokens", "prompt_asked", "output_tokens", "output_asked")
-        named = {f"{name}_s": getattr(self, name) for name in spreads} | {name: getattr(self, name) for name in lengths}
-        return {
-            "num_requests": self.num_requests,
-            "num_ok": self.num_ok,
-            "num_failed": self.num_requests - self.num_ok,
-            "failure_rate": round(self.failure_rate, 4),
-            "failures": self.failures,
-            "num_503": self.num_refused,
-            **{name: None if spread is None else spread.as_dict() for name, spread in named.items()},
-            "num_held": self.num_held,
-            "stalls": asdict(self.stalls) | {"longest_s": round(self.stalls.longest_s, 4)},
-            "capacity": self.rates.as_dict(),
-            "num_short_answers": self.num_short,
-            "cache_hit_rate": _rounded(self.cache_hit_rate),
-            "tokens_per_event": _rounded(self.tokens_per_event),
-            "are_tokens_estimated": self.are_tokens_estimated,
-            "is_streamed": self.is_streamed,
-            "e2e_growth": _rounded(self.growth),
-            "fastest_stream_tokens_per_s": _rounded(self.fastest_stream),
-            "goodput": self.goodput and self.goodput.as_dict(),
-            "little": self.little and self.little.as_dict(),
-        }
+        return as_figures(self, "num_failed", "failure_rate", "num_503")
 
 
 def summarise(window: Window, slo: Slo | None = None) -> LoadSummary:
@@ -192,34 +153,34 @@ def summarise(window: Window, slo: Slo | None = None) -> LoadSummary:
     samples = [attempt.sample for attempt in attempts]
     good = [sample for sample in samples if sample.is_ok]
     e2e = [sample.e2e_s for sample in good]
-    rates = _rates(window)
+    capacity = _capacity(window)
     return LoadSummary(
         num_requests=len(samples),
         num_ok=len(good),
         failures=dict(Counter(str(sample.failure) for sample in samples if sample.failure is not None).most_common()),
-        ttft=Spread.of(sample.first_token_s for sample in good),
-        visible=Spread.of(sample.first_visible_s for sample in good),
-        itl=Spread.of(gap for sample in good for gap in sample.itl_s),
-        tpot=Spread.of(sample.tpot_s for sample in good),
-        e2e=Spread.of(e2e),
-        e2e_with_failures=Spread.of([*e2e, *[math.inf] * (len(samples) - len(good))]),
-        dispatch=Spread.of(sample.dispatch_delay_s for sample in samples),
+        ttft_s=Spread.of(sample.first_token_s for sample in good),
+        visible_s=Spread.of(sample.first_visible_s for sample in good),
+        itl_s=Spread.of(gap for sample in good for gap in sample.itl_s),
+        tpot_s=Spread.of(sample.tpot_s for sample in good),
+        e2e_s=Spread.of(e2e),
+        e2e_with_failures_s=Spread.of([*e2e, *[math.inf] * (len(samples) - len(good))]),
+        dispatch_s=Spread.of(sample.dispatch_delay_s for sample in samples),
         num_held=sum(attempt.was_held for attempt in attempts),
         stalls=Stalls.of(samples),
-        rates=rates,
+        capacity=capacity,
         prompt_tokens=Spread.of(sample.num_prompt_tokens for sample in good),
         output_tokens=Spread.of(sample.num_output_tokens for sample in good),
         prompt_asked=Spread.of(attempt.request.prompt_tokens for attempt in attempts),
         output_asked=Spread.of(attempt.request.output_tokens for attempt in attempts),
-        num_short=sum(_is_short(attempt) for attempt in attempts),
+        num_short_answers=sum(_is_short(attempt) for attempt in attempts),
         cache_hit_rate=_cache_hit_rate(good),
         tokens_per_event=mean_of(sample.tokens_per_event for sample in good),
         are_tokens_estimated=any(sample.num_output_tokens is None for sample in good),
         is_streamed=any(sample.is_streamed for sample in samples),
-        growth=_growth(e2e),
-        fastest_stream=max((1 / tpot for sample in good if (tpot := sample.tpot_s)), default=None),
+        e2e_growth=_growth(e2e),
+        fastest_stream_tokens_per_s=max((1 / tpot for sample in good if (tpot := sample.tpot_s)), default=None),
         goodput=None if slo is None else Goodput.of(slo, samples, window),
-        little=_little(window, e2e, rates),
+        little=_little(window, e2e, capacity),
     )
 
 
@@ -240,17 +201,17 @@ def _growth(e2e: Sequence[float]) -> float | None:
     return fmean(e2e[-half:]) / fmean(e2e[:half]) if half >= 10 and fmean(e2e[:half]) else None
 
 
-def _little(window: Window, e2e: Sequence[float], rates: Rates) -> Little | None:
+def _little(window: Window, e2e: Sequence[float], capacity: Capacity) -> Little | None:
     """None if requests failed: a user who was refused waits for Retry-After, and does not think."""
     if not isinstance(window.arrivals, ClosedLoop) or not e2e or len(e2e) < len(window.measured):
         return None
-    return Little(window.arrivals.users, window.mean_pause_s, fmean(e2e), rates.requests)
+    return Little(window.arrivals.users, window.mean_pause_s, fmean(e2e), capacity.requests_per_s)
 
 
-def _rates(window: Window) -> Rates:
+def _capacity(window: Window) -> Capacity:
     seconds = window.seconds
     if not seconds:
-        return Rates(0.0, 0.0, 0.0, 0.0, 0.0)
+        return Capacity()
     answered, due, prompts, output, busy = 0, window.num_cut, 0, 0.0, 0.0
     for sample in (attempt.sample for attempt in window.attempts):
         began = sample.token_times[0] if sample.token_times else sample.ended_s
@@ -259,7 +220,7 @@ def _rates(window: Window) -> Rates:
         prompts += (sample.num_prompt_tokens or 0) if window.contains(began) else 0
         output += sum(tokens for at_s, tokens in tokens_over_time(sample) if window.contains(at_s))
         busy += max(0.0, min(sample.ended_s, window.end_s) - max(sample.started_s, window.begin_s))
-    return Rates(answered / seconds, due / seconds, prompts / seconds, output / seconds, busy / seconds)
+    return Capacity(*(total / seconds for total in (answered, due, prompts, output, prompts + output, busy)))
 
 
 def tokens_over_time(sample: Sample) -> list[tuple[float, float]]:
@@ -274,7 +235,3 @@ def tokens_over_time(sample: Sample) -> list[tuple[float, float]]:
     if all(event.num_tokens is not None for event in events):
         return [(event.at_s, float(event.num_tokens or 0)) for event in events]
     return [(event.at_s, sample.tokens_per_event or 1.0) for event in events]
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -60,3 +60,14 @@ class Spread:
         """Seconds or tokens for the JSON. An infinite value (a request that was never answered) becomes null."""
         shown = {name: round(value, 6) if math.isfinite(value) else None for name, value in asdict(self).items()}
         return shown | {"is_p99_the_max": self.is_max(99), "is_p95_the_max": self.is_max(95)}
+
+
+def as_figures(value: Any, *computed: str) -> dict[str, Any]:
+    """A dataclass for the JSON: its fields and the named properties, floats rounded to four places."""
+    return {name: _figure(getattr(value, name)) for name in (*(field.name for field in fields(value)), *computed)}
+
+
+def _figure(value: Any) -> Any:
+    if is_dataclass(value):
+        return value.as_dict() if hasattr(value, "as_dict") else as_figures(value)
+    return round(value, 4) if isinstance(value, float) else value
