@@ -7,6 +7,7 @@ experiment is repeated in rounds, and a figure that differs between rounds is sh
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 import time
@@ -20,7 +21,7 @@ import typer
 
 from chairlift.bench.local.batching import BatchingCommand, MixedLoad
 from chairlift.bench.local.server import serving
-from chairlift.bench.report.measure import ProgressDisplay, load_average
+from chairlift.bench.report.measure import ProgressDisplay
 from chairlift.bench.report.report import Cell, Column, Table, number
 from chairlift.errors import ChairliftError
 from experiments import scenarios
@@ -142,12 +143,12 @@ def written(page: str, name: str, block: str) -> str:
 
 async def measured(experiment: Experiment, setup: Setup, rounds: int) -> str:
     """Runs an experiment; its block of the page."""
-    load, begin_s = load_average(), time.monotonic()
+    load, begin_s = os.getloadavg()[0], time.monotonic()
     times = rounds if experiment.is_repeated else 1
     taken = [await experiment.measure(setup) for _ in range(times)]
     said = f"{datetime.now(UTC):%Y-%m-%d}"
     said += f", {times} rounds" if times > 1 else ""
-    said += "" if load is None else f", load average {load:.1f} before"
+    said += f", load average {load:.1f} before"
     setup.say(f"{experiment.name}: {time.monotonic() - begin_s:.0f} s")
     return "\n\n".join([*map(markdown, merged(taken)), f"<sub>{said}</sub>"])
 

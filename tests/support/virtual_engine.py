@@ -60,7 +60,7 @@ class VirtualEngine:
         times = [await self._wait(stretch * (self.first_s if token == 0 else self.gap_s)) for token in range(num)]
         return Sample(
             request.index, due_s, started_s, now(), True,
-            events=tuple(Event(at_s, EventKind.TEXT, 4) for at_s in times),
+            events=tuple(Event(at_s, EventKind.TEXT) for at_s in times),
             num_prompt_tokens=request.prompt_tokens, num_cached_tokens=self.num_cached,
             num_output_tokens=num if fate is None else None,
             finish_reason="length" if fate is None else None, failure=fate,
@@ -78,7 +78,7 @@ async def measure(engine: VirtualEngine, arrivals: Arrivals, limits: RunLimits, 
 
 def sample(*times: float, due_s: float = 0.0, ended_s: float | None = None, num_tokens: int | None = None) -> Sample:
     """An answer whose tokens came at these moments."""
-    events = tuple(Event(at_s, EventKind.TEXT, 4) for at_s in times)
+    events = tuple(Event(at_s, EventKind.TEXT) for at_s in times)
     end_s = ended_s if ended_s is not None else times[-1]
     tokens = len(times) if num_tokens is None else num_tokens
     return Sample(0, due_s, due_s, end_s, True, events, num_prompt_tokens=10, num_output_tokens=tokens)

@@ -124,9 +124,9 @@ def test_the_role_chunk_is_no_token_and_reasoning_is_not_visible() -> None:
     events = (
         Event(0.0, EventKind.ROLE),
         Event(1.0, EventKind.PING),
-        Event(2.0, EventKind.REASONING, 5),
-        Event(3.0, EventKind.REASONING, 5),
-        Event(5.0, EventKind.TEXT, 5),
+        Event(2.0, EventKind.REASONING),
+        Event(3.0, EventKind.REASONING),
+        Event(5.0, EventKind.TEXT),
     )
     summary = summarise(window_of(Sample(0, 0.0, 0.0, 5.5, True, events, num_output_tokens=3)))
     assert summary.ttft_s is not None

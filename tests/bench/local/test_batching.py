@@ -40,7 +40,7 @@ def sample(*token_s: float, end_s: float, due_s: float = 0.0) -> Sample:
 
 
 def logged(queue_s: float) -> LoggedRequest:
-    return LoggedRequest("chatcmpl-static-0-1f#0", 3, queue_s, 0.1, 0)
+    return LoggedRequest("chatcmpl-static-0-1f#0", queue_s, 0.1, 3, 0)
 
 
 def observed(sample: Sample, logged: LoggedRequest | None = None) -> ObservedRequest:

@@ -323,4 +323,3 @@ def test_the_machine_is_told_only_where_it_is_known() -> None:
     assert "GiB" in measure.machine_note(None)
     assert "Something else was at work" in measure.load_notes(2.0)[0]
     assert len(measure.load_notes(0.1)) == 1
-    assert measure.load_notes(None) == []

@@ -9,39 +9,32 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 
-from chairlift.bench.client.dialect import AnswerParser, error_text
-from chairlift.bench.client.sample import Failure, Sample
+from chairlift.bench.client.dialect import AnswerParser, error_text, json_or_text
+from chairlift.bench.client.sample import EventKind, Failure, Sample
 from chairlift.bench.client.target import Api, GenerationRequest, Target
-from chairlift.bench.client.wire import BadStream, LineParser, Parser, SseParser
+from chairlift.bench.client.wire import BadStream, LineParser, SseParser
 from chairlift.errors import ChairliftError
 
 CONNECT_S = 10.0
 MAX_BODY_BYTES = 2**24
 
 
-@dataclass(frozen=True)
 class Clock:
     """Seconds since the start of the run, and the wall clock's time at that moment."""
 
-    now: Callable[[], float] = time.perf_counter
-    wall: Callable[[], float] = time.time
-    start_s: float = field(init=False)
-    wall_start_s: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "start_s", self.now())
-        object.__setattr__(self, "wall_start_s", self.wall())
+    def __init__(self, now: Callable[[], float] = time.perf_counter, wall: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._start_s, self.wall_start_s = now(), wall()
 
     def now_s(self) -> float:
         """Seconds since the start of the run."""
-        return self.now() - self.start_s
+        return self._now() - self._start_s
 
 
 class BenchError(ChairliftError):
@@ -84,9 +77,7 @@ class Client:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 
@@ -140,7 +131,7 @@ class Client:
 
     async def _read_stream(self, response: aiohttp.ClientResponse, answer: AnswerParser) -> _Outcome:
         """Reads until the connection ends. The answer ends at `[DONE]`, if the server sends one."""
-        parser: Parser = LineParser() if self.target.api is Api.OLLAMA else SseParser()
+        parser = LineParser() if self.target.api is Api.OLLAMA else SseParser()
         done_s = None
         async for data in response.content.iter_any():
             at_s = self.clock.now_s()
@@ -148,10 +139,10 @@ class Client:
                 if done_s is not None:
                     break
                 if message.data is None:
-                    answer.ping(at_s, message.num_bytes)
+                    answer.event(EventKind.PING, at_s, message.num_bytes)
                 elif message.data == b"[DONE]":
                     done_s = at_s
-                    answer.done(at_s, message.num_bytes)
+                    answer.event(EventKind.DONE, at_s, message.num_bytes)
                 elif message.is_error:
                     answer.failed(message.data, at_s, message.num_bytes)
                 else:
@@ -195,9 +186,6 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-# -- what went wrong --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     failure: Failure | None = None
@@ -222,11 +210,7 @@ def _outcome(error: Exception, request: GenerationRequest) -> _Outcome:
 
 async def _refusal(response: aiohttp.ClientResponse) -> _Outcome:
     """The failure of a status other than 200: the server's message and its Retry-After."""
-    body = await _body(response)
-    try:
-        value = json.loads(body)
-    except ValueError:
-        value = body.decode(errors="replace")
+    value = json_or_text(await _body(response))
     error = value.get("error") if isinstance(value, dict) else None
     said = response.headers.get("retry-after") or (error.get("retry_after_s") if isinstance(error, dict) else None)
     return _Outcome(Failure.of_status(response.status), error_text(value), _retry_after_s(said))

@@ -17,12 +17,7 @@ _OWNERS = {
     "llamacpp": ServerKind.LLAMA_SERVER,
     "library": ServerKind.OLLAMA,
 }
-_APIS = {
-    ApiChoice.AUTO: Api.CHAT,
-    ApiChoice.CHAT: Api.CHAT,
-    ApiChoice.COMPLETIONS: Api.COMPLETIONS,
-    ApiChoice.OLLAMA: Api.OLLAMA,
-}
+_APIS = {ApiChoice.COMPLETIONS: Api.COMPLETIONS, ApiChoice.OLLAMA: Api.OLLAMA}
 
 
 @asynccontextmanager
@@ -32,7 +27,7 @@ async def connect(
     """A client whose server is known. Raises BenchError as `discover` does."""
     if not url.startswith(("http://", "https://")):
         raise BenchError(f"{url} is no address of a server", hint=f"http://{url} for example")
-    target = Target(url, options.model or "", _APIS[options.api], options.api_key)
+    target = Target(url, options.model or "", _APIS.get(options.api, Api.CHAT), options.api_key)
     async with Client(target, clock=clock, timeout_s=options.timeout_s, accepts_gzip=accepts_gzip) as client:
         model = (await discover(client)).card.get("model")
         if options.api is ApiChoice.AUTO and isinstance(model, dict) and model.get("chat_template") is False:

@@ -49,108 +49,93 @@ class AnswerParser:
         """Whether the server said that the answer is complete."""
         return self.is_done or self.finish_reason is not None
 
-    def ping(self, at_s: float, num_bytes: int) -> None:
-        """A comment came."""
-        self._add(Event(at_s, EventKind.PING, num_bytes=num_bytes))
-
-    def done(self, at_s: float, num_bytes: int) -> None:
-        """`[DONE]` came."""
-        self.is_done = True
-        self._add(Event(at_s, EventKind.DONE, num_bytes=num_bytes))
+    def event(self, kind: EventKind, at_s: float, num_bytes: int) -> None:
+        """Takes an event without a JSON value: a comment, or `[DONE]`."""
+        self.is_done |= kind is EventKind.DONE
+        self._add(Event(at_s, kind, num_bytes=num_bytes))
 
     def failed(self, data: bytes, at_s: float, num_bytes: int) -> None:
         """An event came whose name says that it is an error."""
-        self.error = error_text(_json_or_text(data))
+        self.error = error_text(json_or_text(data))
         self._add(Event(at_s, EventKind.ERROR, num_bytes=num_bytes))
 
     def chunk(self, value: Any, at_s: float, num_bytes: int) -> None:
         """One JSON value of a stream. Raises BadStream if this API has no such value."""
-        if not isinstance(value, dict):
-            raise BadStream("an event that is no JSON object")
-        parts = self._checked_parts(value)
+        kinds = self._kinds(value)
         sent_at_s = self._sent_at_s(value)
-        num_tokens = self._num_tokens(value) if sum(kind in TOKENS for kind, _ in parts) == 1 else None
-        for kind, text in parts:
-            self._add(
-                Event(at_s, kind, len(text), num_tokens if kind in TOKENS else None, sent_at_s, num_bytes=num_bytes)
-            )
+        num_tokens = self._num_tokens(value) if sum(kind in TOKENS for kind in kinds) == 1 else None
+        for kind in kinds:
+            self._add(Event(at_s, kind, num_tokens if kind in TOKENS else None, sent_at_s, num_bytes))
             num_bytes = 0
 
     def whole(self, value: Any) -> None:
         """An answer in one piece. Raises BadStream if this API has no such value."""
-        if not isinstance(value, dict):
-            raise BadStream("an answer that is no JSON object")
-        self._checked_parts(value)
+        self._kinds(value)
 
     def _add(self, event: Event) -> None:
         if len(self.events) >= MAX_EVENTS:
             raise BadStream(f"more than {MAX_EVENTS} events")
         self.events.append(event)
 
-    # -- what a value says --------------------------------------------------------------------------------------------
-
-    def _checked_parts(self, value: dict[str, Any]) -> list[tuple[EventKind, str]]:
-        """The parts of a value. JSON from elsewhere may have any shape: what does not fit raises BadStream."""
+    def _kinds(self, value: Any) -> list[EventKind]:
+        """Reads a value: what it brings, in order, and never nothing. A shape that no server sends raises BadStream."""
+        if not isinstance(value, dict):
+            raise BadStream("an event that is no JSON object")
+        if value.get("error"):
+            self.error = error_text(value)
+            return [EventKind.ERROR]
         try:
-            return self._parts(value)
+            return (self._ollama(value) if self._api is Api.OLLAMA else self._openai(value)) or [EventKind.ROLE]
         except (AttributeError, TypeError, KeyError) as error:
             raise BadStream(f"an event of an unknown shape: {error}") from None
 
-    def _parts(self, value: dict[str, Any]) -> list[tuple[EventKind, str]]:
-        """What the value brings, as (kind, text) in order; never empty."""
-        if value.get("error"):
-            self.error = error_text(value)
-            return [(EventKind.ERROR, "")]
-        parts = self._ollama(value) if self._api is Api.OLLAMA else self._openai(value)
-        return parts or [(EventKind.ROLE, "")]
-
-    def _openai(self, value: dict[str, Any]) -> list[tuple[EventKind, str]]:
-        parts: list[tuple[EventKind, str]] = []
+    def _openai(self, value: dict[str, Any]) -> list[EventKind]:
+        kinds: list[EventKind] = []
         choices = value.get("choices")
         for choice in choices if isinstance(choices, list) else []:
             said = choice.get("delta") or choice.get("message") or choice
-            parts += self._said(said)
+            kinds += self._said(said)
             if choice.get("finish_reason"):
                 self._finished(str(choice["finish_reason"]))
-                parts.append((EventKind.FINISH, ""))
+                kinds.append(EventKind.FINISH)
         usage = value.get("usage")
         if isinstance(value.get("timings"), dict):
             self._timings(value["timings"])
         if isinstance(usage, dict):
             self._usage(usage)
             if not choices:
-                parts.append((EventKind.USAGE, ""))
-        return parts
+                kinds.append(EventKind.USAGE)
+        return kinds
 
     def _finished(self, reason: str) -> None:
         self.finish_reason = reason
         if reason in UNFINISHED:
             self.error = f"finish_reason {reason}"
 
-    def _ollama(self, value: dict[str, Any]) -> list[tuple[EventKind, str]]:
-        parts = self._said(value.get("message") or {})
+    def _ollama(self, value: dict[str, Any]) -> list[EventKind]:
+        kinds = self._said(value.get("message") or {})
         if value.get("done"):
             self._finished(str(value.get("done_reason") or "stop"))
             self.num_prompt_tokens = _count(value.get("prompt_eval_count"))
             self.num_output_tokens = _count(value.get("eval_count"))
-            parts.append((EventKind.FINISH, ""))
-        return parts
+            kinds.append(EventKind.FINISH)
+        return kinds
 
-    def _said(self, said: dict[str, Any]) -> list[tuple[EventKind, str]]:
+    def _said(self, said: dict[str, Any]) -> list[EventKind]:
         """The texts of a delta or message that are not empty. Each server has its own name for reasoning."""
-        parts = []
+        kinds = []
         thought = said.get("reasoning_content") or said.get("reasoning") or said.get("thinking")
         if thought:
-            parts.append((EventKind.REASONING, str(thought)))
+            kinds.append(EventKind.REASONING)
         text = said.get("content") or said.get("text") or said.get("refusal")
         if text:
-            parts.append((EventKind.TEXT, str(text)))
+            kinds.append(EventKind.TEXT)
             self._texts.append(str(text)[: MAX_TEXT - self._num_chars])
             self._num_chars += len(self._texts[-1])
         tools = "".join(_tool_texts(said.get("tool_calls") or []))
         if tools:
-            parts.append((EventKind.TOOL, tools))
-        return parts
+            kinds.append(EventKind.TOOL)
+        return kinds
 
     def _usage(self, usage: dict[str, Any]) -> None:
         self.num_prompt_tokens = _count(usage.get("prompt_tokens"))
@@ -201,7 +186,8 @@ def _count(said: Any) -> int | None:
     return said if isinstance(said, int) and said >= 0 else None
 
 
-def _json_or_text(data: bytes) -> Any:
+def json_or_text(data: bytes) -> Any:
+    """A body as JSON, or as text if it is none."""
     try:
         return json.loads(data)
     except ValueError:

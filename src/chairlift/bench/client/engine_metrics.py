@@ -7,8 +7,9 @@ request begins and ends, so its figures are compared with the client's by order 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -61,8 +62,8 @@ class Histogram:
 class MetricsSnapshot:
     """Values of /metrics, summed over labels, by name without prefix; empty if not exported."""
 
-    values: Mapping[str, float] = field(default_factory=dict)
-    queue_buckets: Mapping[float, float] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+    queue_buckets: dict[float, float] = field(default_factory=dict)
     """By bound in seconds: the requests that waited no longer."""
 
     def histogram(self, name: str) -> Histogram | None:
@@ -112,28 +113,21 @@ async def scrape(client: Client) -> MetricsSnapshot:
 
 
 def parse(text: str) -> MetricsSnapshot:
-    """The values of the three servers' metrics in a page of the Prometheus text format."""
-    values: dict[str, float] = {}
-    buckets: dict[float, float] = {}
-    for name, bound_s, value in _lines(text):
-        prefix = next((each for each in PREFIXES if name.startswith(each)), None)
-        short = name.removeprefix(prefix or "")
-        if prefix is not None and bound_s is None:
-            values[short] = values.get(short, 0.0) + value
-        elif prefix is not None and bound_s is not None and short == f"{QUEUE}_bucket":
-            buckets[bound_s] = buckets.get(bound_s, 0.0) + value
-    return MetricsSnapshot(values, buckets)
+    """The values of the three servers' metrics in a page of the Prometheus text format.
 
-
-def _lines(text: str) -> Iterator[tuple[str, float | None, float]]:
-    """(name, bound of the bucket, value) of each line. A malformed page gives the lines before its fault."""
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                bound = sample.labels["le"] if sample.name.endswith("_bucket") else None
-                yield sample.name, None if bound is None else float(bound), sample.value
-    except (ValueError, KeyError):
-        return
+    A malformed page gives those that stand before its fault.
+    """
+    snapshot = MetricsSnapshot({}, {})
+    with contextlib.suppress(ValueError, KeyError):
+        for sample in (each for family in text_string_to_metric_families(text) for each in family.samples):
+            prefix = next((each for each in PREFIXES if sample.name.startswith(each)), None)
+            name = sample.name.removeprefix(prefix or "")
+            if prefix is not None and not name.endswith("_bucket"):
+                snapshot.values[name] = snapshot.values.get(name, 0.0) + sample.value
+            elif prefix is not None and name == f"{QUEUE}_bucket":
+                bound_s = float(sample.labels["le"])
+                snapshot.queue_buckets[bound_s] = snapshot.queue_buckets.get(bound_s, 0.0) + sample.value
+    return snapshot
 
 
 def difference(before: MetricsSnapshot, after: MetricsSnapshot) -> EngineMetrics:

@@ -5,7 +5,6 @@
         |<------------ first_token_s --------->|               |                               |
         |<------------------ first_visible_s ----------------->|                               |
         |<------------------------------------- e2e_s ---------------------------------------->|
-                           |<----------------------- service_s ------------------------------->|
 
 All times are seconds since the run's start on one monotonic clock. Latencies count from the moment at which the request
 was *due*, so that a generator that falls behind does not hide the wait that it caused. Pure: no HTTP, no clock.
@@ -73,7 +72,6 @@ class Event:
 
     at_s: float
     kind: EventKind
-    num_chars: int = 0
     num_tokens: int | None = None
     sent_at_s: float | None = None
     num_bytes: int = 0
@@ -100,8 +98,7 @@ class Sample:
     failure_detail: str = ""
     retry_after_s: float | None = None
     text: str = ""
-    content_encoding: str = ""
-    """The compression of the answer, if any. Sizes are those after decompression."""
+    content_encoding: str = ""  # The compression of the answer, if any. Sizes are those after decompression.
 
     @property
     def is_ok(self) -> bool:
@@ -138,11 +135,6 @@ class Sample:
     def e2e_s(self) -> float:
         """From the due time to the end of the answer, or of the failure."""
         return self.ended_s - self.scheduled_s
-
-    @property
-    def service_s(self) -> float:
-        """From the moment it was sent to the end. It hides the client's lateness, so it is never reported alone."""
-        return self.ended_s - self.started_s
 
     @property
     def itl_s(self) -> tuple[float, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Protocol
 
 MAX_MESSAGE_BYTES = 2**20
 _LINE_END = re.compile(rb"\r\n|\n|\r(?=[\x00-\xff])")  # a \r at the end may be half of \r\n
@@ -26,13 +25,6 @@ class Message:
     is_error: bool = False
 
 
-class Parser(Protocol):
-    """Takes bytes as they arrive and gives messages once they are complete."""
-
-    def feed(self, data: bytes) -> list[Message]:
-        """Messages that these bytes complete. Raises BadStream if one is longer than MAX_MESSAGE_BYTES."""
-
-
 class SseParser:
     """Server-sent events of the HTML standard, and the field `error:` that llama-server used to send instead."""
 
@@ -43,7 +35,7 @@ class SseParser:
         self._is_error = False
 
     def feed(self, data: bytes) -> list[Message]:
-        """Messages that these bytes complete."""
+        """Messages that these bytes complete. Raises BadStream if one is longer than MAX_MESSAGE_BYTES."""
         buffer, messages, start = self._rest + data, [], 0
         for found in _LINE_END.finditer(buffer):
             line = buffer[start : found.start()]

@@ -14,8 +14,7 @@ from chairlift.errors import ConfigError
 class OpenLoop:
     """Requests that come whether or not earlier ones were answered, as from many independent people."""
 
-    rate: float
-    """Requests a second; 0: the trace has the moments."""
+    rate: float  # requests a second; 0: the trace has the moments
     is_poisson: bool = True
 
     def moments(self, seed: int) -> Iterator[float]:

@@ -19,7 +19,7 @@ from chairlift.bench.load.options import LoadSpec
 from chairlift.bench.load.run import LoadCommand, LoadResult, PlannedRun
 from chairlift.bench.load.summary import LoadSummary
 from chairlift.bench.report.measure import machine_note
-from chairlift.bench.report.report import Cell, Chart, Column, Report, Series, Table, number
+from chairlift.bench.report.report import Cell, Chart, Report, Series, Table, columns, number
 from chairlift.bench.report.stats import Spread, median_of
 
 COMMAND = "bench compare"
@@ -137,13 +137,11 @@ def _servers(urls: Sequence[str], known: Sequence[LoadResult | None]) -> Table:
         [letter(at), url] if each is None else [letter(at), each.target.name]
         for at, (url, each) in enumerate(zip(urls, known, strict=True))
     ]
-    return Table("Who is who", [Column("", align="left"), Column("server", align="left")], rows)
+    return Table("Who is who", columns("<", "<server"), rows)
 
 
 def _table(summaries: Sequence[Rounds]) -> Table:
-    columns = [Column("", align="left"), Column("unit", align="left"), Column("A")]
-    for at in range(1, len(summaries)):
-        columns += [Column(letter(at)), Column(f"{letter(at)} / A", "median (range)")]
+    others = [head for at in range(1, len(summaries)) for head in (letter(at), f"{letter(at)} / A|median (range)")]
     rows: list[list[Cell]] = []
     for metric in METRICS:
         row: list[Cell] = [metric.name, metric.unit, _median(metric, summaries[0])]
@@ -152,7 +150,7 @@ def _table(summaries: Sequence[Rounds]) -> Table:
             row += [_median(metric, column), None if compared is None else str(compared)]
         rows.append(row)
     note = "Medians over the rounds; ratios within each round. ~: nobody is ahead, the rounds scatter too much."
-    return Table("The same work in turns", columns, rows, note)
+    return Table("The same work in turns", columns("<", "<unit", "A", *others), rows, note)
 
 
 def _median(metric: Metric, column: Rounds) -> float | None:
@@ -160,8 +158,7 @@ def _median(metric: Metric, column: Rounds) -> float | None:
 
 
 def _failures(summaries: Sequence[Rounds]) -> Table:
-    columns = [Column("", align="left"), Column("rounds"), Column("requests"), Column("failed")]
-    columns += [Column("prompt", "tokens"), Column("output", "tokens"), Column("cached"), Column("stalled", "streams")]
+    heads = ("<", "rounds", "requests", "failed", "prompt|tokens", "output|tokens", "cached", "stalled|streams")
     rows: list[list[Cell]] = []
     for at, column in enumerate(summaries):
         seen = [summary for summary in column if summary is not None]
@@ -182,7 +179,7 @@ def _failures(summaries: Sequence[Rounds]) -> Table:
             ]
         )
     note = "Lengths by each server's own count: another tokenizer makes other tokens of the same text."
-    return Table("What was asked and what came", columns, rows, note)
+    return Table("What was asked and what came", columns(*heads), rows, note)
 
 
 def _verdict(summaries: Sequence[Rounds]) -> list[str]:

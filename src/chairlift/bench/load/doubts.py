@@ -115,8 +115,8 @@ def _about_the_window(summary: LoadSummary, window: Window) -> Iterator[Doubt]:
         is_growing = isinstance(window.arrivals, OpenLoop) and summary.e2e_growth > 1
         yield Doubt(
             "not steady",
-            f"E2E of the later half of the requests was {summary.e2e_growth:.2f} x that of the earlier half: the figures "
-            "depend on how long was measured" + ("; the queue grows" if is_growing else ""),
+            f"E2E of the later half of the requests was {summary.e2e_growth:.2f} x that of the earlier half: the "
+            "figures depend on how long was measured" + ("; the queue grows" if is_growing else ""),
         )
     if window.num_cut and not window.is_interrupted:
         yield Doubt("cut", f"{window.num_cut} requests were given up at the end: throughput is at least what is said")

@@ -24,7 +24,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
 from typing import Any
@@ -61,11 +61,9 @@ class RunLimits:
 
     num_requests: int | None = 20
     duration_s: float | None = None
-    warmup: int | None = None
-    """Requests of the warm-up; None: until steady."""
+    warmup: int | None = None  # requests of the warm-up; None: until steady
     max_in_flight: int = 256
-    spread_s: float = 0.0
-    """Time over which the users of a closed loop begin."""
+    spread_s: float = 0.0  # time over which the users of a closed loop begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,7 @@ class Attempt:
 
     request: PlannedRequest
     sample: Sample
-    was_held: bool
-    """It was due while `max_in_flight` others were in flight, and waited in the generator."""
+    was_held: bool  # it was due while `max_in_flight` others were in flight, and waited in the generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +90,12 @@ class Window:
 
     arrivals: Arrivals
     measured: tuple[Attempt, ...]
-    others: tuple[Attempt, ...]
-    """Those of warm-up and tail."""
+    others: tuple[Attempt, ...]  # those of warm-up and tail
     begin_s: float
     end_s: float
     warm_up: WarmUp
-    mean_pause_s: float = 0.0
-    """Mean time that the users of a closed loop thought."""
-    num_cut: int = 0
-    """Requests in flight at the end that were given up."""
+    mean_pause_s: float = 0.0  # mean time that the users of a closed loop thought
+    num_cut: int = 0  # requests in flight at the end that were given up
     is_interrupted: bool = False
     max_in_flight: int = 0
 
@@ -120,7 +114,6 @@ class Window:
         return self.begin_s < at_s <= self.end_s
 
 
-@dataclass
 class Steadiness:
     """Decides when the warm-up is over.
 
@@ -128,15 +121,12 @@ class Steadiness:
     W before, where W = max(3, users / 2). After 4 W answers measuring begins in any case.
     """
 
-    users: int
-    _seen: deque[float] = field(default_factory=deque)
-    _num_ended: int = 0
-    _waiting_for: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.width = max(3, -(-self.users // 2))
-        self._seen = deque(maxlen=2 * self.width)
-        self._waiting_for = set(range(self.users))
+    def __init__(self, users: int) -> None:
+        self.width = max(3, -(-users // 2))
+        self._seen: deque[float] = deque(maxlen=2 * self.width)
+        self._least = max(4 * self.width, users)
+        self._num_ended = 0
+        self._waiting_for = set(range(users))
 
     @property
     def rule(self) -> str:
@@ -164,7 +154,7 @@ class Steadiness:
     @property
     def is_over(self) -> bool:
         """Whether the latency has settled, or took too long to."""
-        return self.is_steady or self._num_ended >= max(4 * self.width, self.users)
+        return self.is_steady or self._num_ended >= self._least
 
 
 class LoadGenerator:
@@ -248,8 +238,6 @@ class LoadGenerator:
             return WarmUp(num_requests, True, f"until {self._limits.warmup} answers, as asked")
         return WarmUp(num_requests, self._steadiness.is_steady, self._steadiness.rule)
 
-    # -- when requests fall due ---------------------------------------------------------------------------------------
-
     def _sources(self) -> list[Coroutine[Any, Any, None]]:
         if isinstance(self._arrivals, OpenLoop):
             return [self._schedule(self._arrivals)]
@@ -293,8 +281,6 @@ class LoadGenerator:
         while (left_s := at_s - self._now()) > 0:
             await asyncio.sleep(left_s)
         await asyncio.sleep(0)  # lets answers arrive even if the schedule is late
-
-    # -- requests -----------------------------------------------------------------------------------------------------
 
     def _start(self, request: PlannedRequest, due_s: float, *, user: int) -> asyncio.Task[Attempt]:
         counts = self._counts(due_s)

@@ -18,10 +18,8 @@ class Slo:
 
     ttft: float | None = None
     visible: float | None = None
-    itl: float | None = None
-    """For the 95th percentile of the request's own gaps."""
-    tpot: float | None = None
-    """For the mean time per token."""
+    itl: float | None = None  # for the 95th percentile of the request's own gaps
+    tpot: float | None = None  # for the mean time per token
     e2e: float | None = None
 
     @classmethod
@@ -63,10 +61,8 @@ class Goodput:
 
     slo_s: Slo
     num_met: int
-    share: float
-    """Share of all measured requests, the failed ones included."""
-    requests_per_s: float
-    """In the window, by that share."""
+    share: float  # share of all measured requests, the failed ones included
+    requests_per_s: float  # in the window, by that share
 
     @classmethod
     def of(cls, slo: Slo, samples: Sequence[Sample], window: Window) -> Goodput:

@@ -33,8 +33,7 @@ class LoadSpec:
     limits: RunLimits
     slo: Slo | None = None
     is_streamed: bool = True
-    is_cache_wanted: bool = False
-    """A warm prefix cache is what the run measures."""
+    is_cache_wanted: bool = False  # A warm prefix cache is what the run measures
 
     def fresh(self) -> LoadSpec:
         """The same work in words that no server has seen, unless the run measures a warm cache."""

@@ -132,7 +132,7 @@ class LoadRun:
         self._progress.at(0, None, f"{self._label}{arrivals}: asking once")
         workload = replace(self._spec.workload, salt=self._spec.workload.salt + "/scout")
         sample = await self._send(workload.request(0), None)
-        spread_s = arrivals.think_s + sample.service_s
+        spread_s = arrivals.think_s + sample.ended_s - sample.started_s
         self._spec = replace(self._spec, limits=replace(self._spec.limits, spread_s=spread_s))
 
     async def _send(self, planned: PlannedRequest, due_s: float | None) -> Sample:

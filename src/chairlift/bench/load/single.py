@@ -12,7 +12,7 @@ from chairlift.bench.load.options import LoadSpec
 from chairlift.bench.load.run import LoadCommand, LoadResult, PlannedRun
 from chairlift.bench.load.summary import LoadSummary
 from chairlift.bench.report.measure import machine_note
-from chairlift.bench.report.report import Cell, Chart, Column, Lane, Report, Series, Span, Table, number
+from chairlift.bench.report.report import Cell, Chart, Lane, Report, Series, Span, Table, columns, number
 from chairlift.bench.report.stats import Spread
 
 COMMAND = "bench load"
@@ -55,10 +55,9 @@ def latencies(result: LoadResult) -> Table:
         rows.append(_spread_row("E2E, a failure as never", summary.e2e_with_failures_s))
     rows.append(_spread_row("dispatch delay (client)", summary.dispatch_s))
     rows.append(_queue_row(result.queue))
-    columns = [Column("", align="left"), Column("values")]
-    columns += [Column(title, "s") for title in ("mean", "p50", "p95", "p99", "max")]
+    heads = columns("<", "values", "mean|s", "p50|s", "p95|s", "p99|s", "max|s")
     title = f"What each request felt ({summary.num_ok} answered of {summary.num_requests})"
-    return Table(title, columns, rows, _latency_note(result))
+    return Table(title, heads, rows, _latency_note(result))
 
 
 def _spread_row(name: str, spread: Spread | None) -> list[Cell]:
@@ -127,11 +126,11 @@ def capacity(result: LoadResult) -> Table:
         ],
         ["one stream's tokens/s, median", result.stream_rate, ceiling, "memory bandwidth / bytes read for a token"],
     ]
-    columns = [Column("", align="left"), Column("measured"), Column("ceiling"), Column("which is", align="left")]
+    heads = columns("<", "measured", "ceiling", "<which is")
     note = "Capacity is what all requests got together; one user feels the last line."
     if ceiling is None:
         note += " The server does not tell its memory bandwidth, so there is no ceiling for its streams."
-    return Table("Capacity", columns, [[*row[:3], row[3] if row[2] is not None else ""] for row in rows], note)
+    return Table("Capacity", heads, [[*row[:3], row[3] if row[2] is not None else ""] for row in rows], note)
 
 
 def _answers_ceiling(result: LoadResult) -> tuple[float | None, str]:
@@ -146,14 +145,19 @@ def facts(result: LoadResult) -> Table:
     summary, workload = result.summary, result.spec.workload
     engine, stalls = result.engine, summary.stalls
     preemptions = None if engine is None else engine.num_preemptions
+    failed: list[list[Cell]] = [[f"failed: {cause}", count, ""] for cause, count in summary.failures.items()]
     rows: list[list[Cell]] = [
         ["answered", summary.num_ok, f"of {summary.num_requests} measured"],
-        *_failures(summary),
+        *failed,
         ["refused (503)", summary.num_503, ""],
         ["prompt tokens, mean", _mean(summary.prompt_tokens), _asked(summary.prompt_asked)],
         ["output tokens, mean", _mean(summary.output_tokens), _asked(summary.output_asked)],
         ["answers shorter than asked", summary.num_short_answers, f"of {summary.num_ok}"],
-        ["prompt tokens from the prefix cache", _percent(summary.cache_hit_rate), _shared(workload.shared_share)],
+        [
+            "prompt tokens from the prefix cache",
+            _percent(summary.cache_hit_rate),
+            f"up to {workload.shared_share:.1%} is the workload's own (template, shared prefix)",
+        ],
         ["stalls", stalls.num, f"in {stalls.num_streams_hit} of {stalls.num_streams} streams"],
         ["longest stall, s", stalls.longest_s or None, "a gap over 1 s and over 4 x its stream's median"],
         ["preemptions", preemptions, "not exported" if preemptions is None else ""],
@@ -163,11 +167,7 @@ def facts(result: LoadResult) -> Table:
         rows.append(
             [f"goodput: {summary.goodput.slo_s}", share, f"{number(summary.goodput.requests_per_s)} requests/s"]
         )
-    return Table("What was asked and what came", [Column("", align="left"), Column(""), Column("", align="left")], rows)
-
-
-def _failures(summary: LoadSummary) -> list[list[Cell]]:
-    return [[f"failed: {cause}", count, ""] for cause, count in summary.failures.items()]
+    return Table("What was asked and what came", columns("<", "", "<"), rows)
 
 
 def _mean(spread: Spread | None) -> Cell:
@@ -180,10 +180,6 @@ def _asked(spread: Spread | None) -> str:
 
 def _percent(share: float | None) -> Cell:
     return None if share is None else f"{share:.1%}"
-
-
-def _shared(share: float) -> str:
-    return f"up to {share:.1%} is the workload's own (template, shared prefix)"
 
 
 def verdict(result: LoadResult) -> list[str]:

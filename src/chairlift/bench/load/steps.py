@@ -10,7 +10,7 @@ from chairlift.bench.load.doubts import grouped
 from chairlift.bench.load.options import LoadSpec
 from chairlift.bench.load.run import LoadCommand, LoadResult, PlannedRun
 from chairlift.bench.report.measure import machine_note
-from chairlift.bench.report.report import Cell, Chart, Column, Report, Series, Table, number
+from chairlift.bench.report.report import Cell, Chart, Report, Series, Table, columns, number
 from chairlift.bench.report.stats import Spread
 from chairlift.errors import ConfigError
 
@@ -67,18 +67,17 @@ def report(results: Sequence[LoadResult], url: str) -> Report:
 
 
 def _felt(users: Sequence[int], results: Sequence[LoadResult], found: int | None) -> Table:
-    columns = [Column("users"), Column("answers"), Column("failed")]
-    columns += [Column(f"{name} {which}", "s") for name in ("TTFT", "ITL", "E2E") for which in ("p50", "p95")]
-    columns += [Column("queue mean", "s"), Column("stalled", "streams"), Column("", align="left")]
+    spreads = [f"{name} {which}|s" for name in ("TTFT", "ITL", "E2E") for which in ("p50", "p95")]
+    heads = columns("users", "answers", "failed", *spreads, "queue mean|s", "stalled|streams", "<")
     rows: list[list[Cell]] = []
     for count, result in zip(users, results, strict=True):
         summary = result.summary
         row: list[Cell] = [count, summary.num_ok, summary.num_failed]
         for spread in (summary.ttft_s, summary.itl_s, summary.e2e_s):
             row += [_at(spread, 50), _at(spread, 95)]
-        rows.append([*row, result.queue_s, summary.stalls.num_streams_hit, _mark(count, found)])
+        rows.append([*row, result.queue_s, summary.stalls.num_streams_hit, "<- knee" if count == found else ""])
     note = "'max' stands before a p95 that is the largest value, for want of values."
-    return Table("What one of them feels", columns, rows, note)
+    return Table("What one of them feels", heads, rows, note)
 
 
 def _at(spread: Spread | None, percent: int) -> Cell:
@@ -89,15 +88,11 @@ def _at(spread: Spread | None, percent: int) -> Cell:
     return f"max {number(value)}" if spread.is_max(percent) else value
 
 
-def _mark(users: int, found: int | None) -> str:
-    return "<- knee" if users == found else ""
-
-
 def _got(users: Sequence[int], results: Sequence[LoadResult], found: int | None) -> Table:
-    columns = [Column("users"), Column("output", "tokens/s"), Column("ceiling", "tokens/s")]
-    columns += [Column("prompt", "tokens/s"), Column("total", "tokens/s"), Column("one stream", "tokens/s")]
-    columns += [Column("ceiling", "tokens/s"), Column("answers", "1/s"), Column("users/turn", "1/s")]
-    columns += [Column("in flight"), Column("", align="left")]
+    heads = columns(
+        "users", "output|tokens/s", "ceiling|tokens/s", "prompt|tokens/s", "total|tokens/s", "one stream|tokens/s",
+        "ceiling|tokens/s", "answers|1/s", "users/turn|1/s", "in flight", "<",
+    )  # fmt: skip
     rows: list[list[Cell]] = []
     for count, result in zip(users, results, strict=True):
         rates, little, ceiling = result.summary.capacity, result.summary.little, result.target.one_stream_ceiling
@@ -113,14 +108,14 @@ def _got(users: Sequence[int], results: Sequence[LoadResult], found: int | None)
                 *row,
                 None if little is None else little.expected_requests_per_s,
                 rates.mean_in_flight,
-                _mark(count, found),
+                "<- knee" if count == found else "",
             ]
         )
     note = (
         "Ceilings: what memory allows one stream, and that for each that runs. users/turn is users / (think + "
         f"latency), which answers/s must match. {RULE}"
     )
-    return Table("What all of them get together", columns, rows, note)
+    return Table("What all of them get together", heads, rows, note)
 
 
 def _verdict(users: Sequence[int], results: Sequence[LoadResult], found: int | None) -> list[str]:

@@ -79,16 +79,12 @@ class Little:
 class Capacity:
     """Tokens and requests per second of the window, of all requests together."""
 
-    requests_per_s: float = 0.0
-    """Answered requests."""
-    due_per_s: float = 0.0
-    """Requests that fell due in the window, and those that were given up at its end."""
-    prompt_tokens_per_s: float = 0.0
-    """Tokens of prompts whose answer began in the window, cached ones included."""
+    requests_per_s: float = 0.0  # answered requests
+    due_per_s: float = 0.0  # requests that fell due in the window, and those that were given up at its end
+    prompt_tokens_per_s: float = 0.0  # tokens of prompts whose answer began in the window, cached ones included
     output_tokens_per_s: float = 0.0
     total_tokens_per_s: float = 0.0
-    mean_in_flight: float = 0.0
-    """Mean number of requests between dispatch and end."""
+    mean_in_flight: float = 0.0  # mean number of requests between dispatch and end
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +99,7 @@ class LoadSummary:
     itl_s: Spread | None
     tpot_s: Spread | None
     e2e_s: Spread | None
-    e2e_with_failures_s: Spread | None
-    """A failed request counts as an infinite time."""
+    e2e_with_failures_s: Spread | None  # A failed request counts as an infinite time
     dispatch_s: Spread | None
     num_held: int
     stalls: Stalls
@@ -113,17 +108,13 @@ class LoadSummary:
     prompt_asked: Spread | None
     output_tokens: Spread | None
     output_asked: Spread | None
-    num_short_answers: int
-    """Answers that have fewer tokens than were asked for, by usage."""
-    cache_hit_rate: float | None
-    """Share of the prompt tokens, by usage; None if the server tells none."""
+    num_short_answers: int  # answers that have fewer tokens than were asked for, by usage
+    cache_hit_rate: float | None  # share of the prompt tokens, by usage; None if the server tells none
     tokens_per_event: float | None
     are_tokens_estimated: bool
     is_streamed: bool
-    e2e_growth: float | None
-    """Mean E2E of the later half of the requests / that of the earlier half."""
-    fastest_stream_tokens_per_s: float | None
-    """From its first token to its last."""
+    e2e_growth: float | None  # mean E2E of the later half of the requests / that of the earlier half
+    fastest_stream_tokens_per_s: float | None  # from its first token to its last
     goodput: Goodput | None
     little: Little | None
 

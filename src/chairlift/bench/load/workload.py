@@ -38,29 +38,28 @@ NUM_SALT_WORDS = 8
 MAX_TOKENS = 2**24
 
 
+_LENGTH_FORMS = {
+    "fixed": r"N",
+    "uniform": r"uniform:N-N",
+    "lognormal": r"lognormal:N,N",
+    "exponential": r"exponential:N",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """Lengths of prompts or answers in tokens: a fixed number or a distribution."""
 
-    kind: str
-    """fixed, uniform, lognormal, exponential"""
+    kind: str  # a key of _LENGTH_FORMS
     a: float
     b: float = 0.0
 
     @classmethod
     def parse(cls, text: str, name: str = "length") -> Lengths:
         """`200`, `uniform:100-300`, `lognormal:200,0.5` (median, sigma of the logarithm), `exponential:200` (mean)."""
-        number = r"(\d+(?:\.\d+)?)"
-        forms = {
-            "fixed": rf"{number}",
-            "uniform": rf"uniform:{number}-{number}",
-            "lognormal": rf"lognormal:{number},{number}",
-            "exponential": rf"exponential:{number}",
-        }
-        for kind, form in forms.items():
-            if match := re.fullmatch(form, text.strip()):
-                a, *rest = map(float, match.groups())
-                b = rest[0] if rest else 0.0
+        for kind, form in _LENGTH_FORMS.items():
+            if match := re.fullmatch(form.replace("N", r"(\d+(?:\.\d+)?)"), text.strip()):
+                a, b = (*map(float, match.groups()), 0.0)[:2]
                 if 1 <= a <= MAX_TOKENS and not (kind == "uniform" and b < a) and not (kind == "lognormal" and b > 4):
                     return cls(kind, a, b)
         raise ConfigError(
@@ -84,24 +83,13 @@ class Lengths:
     @property
     def mean(self) -> float:
         """Tokens, before rounding."""
-        match self.kind:
-            case "uniform":
-                return (self.a + self.b) / 2
-            case "lognormal":
-                return self.a * math.exp(self.b**2 / 2)
-            case _:
-                return self.a
+        if self.kind == "lognormal":
+            return self.a * math.exp(self.b**2 / 2)
+        return (self.a + self.b) / 2 if self.kind == "uniform" else self.a
 
     def __str__(self) -> str:
-        match self.kind:
-            case "uniform":
-                return f"uniform:{self.a:g}-{self.b:g}"
-            case "lognormal":
-                return f"lognormal:{self.a:g},{self.b:g}"
-            case "exponential":
-                return f"exponential:{self.a:g}"
-            case _:
-                return f"{self.a:g}"
+        figures = iter((f"{self.a:g}", f"{self.b:g}"))
+        return re.sub("N", lambda _: next(figures), _LENGTH_FORMS[self.kind])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +97,7 @@ class TokenCalibration:
     """Tokens of a prompt = overhead + tokens_per_word x words, as the server counts them."""
 
     tokens_per_word: float = 1.0
-    overhead: float = 0.0
-    """Tokens of the chat template, which stands in every prompt."""
+    overhead: float = 0.0  # tokens of the chat template, which stands in every prompt
     is_measured: bool = False
 
     @classmethod
@@ -131,8 +118,7 @@ class TokenCalibration:
 class SharedPrefix:
     """A beginning that many prompts have in common, such as a system prompt."""
 
-    share: float
-    """Share of the requests, 0 to 1."""
+    share: float  # share of the requests, 0 to 1
     tokens: int
 
     def __post_init__(self) -> None:
@@ -154,11 +140,9 @@ class PlannedRequest:
 
     index: int
     prompt: str
-    prompt_tokens: int | None
-    """None if a trace gives the text."""
+    prompt_tokens: int | None  # None if a trace gives the text
     output_tokens: int
-    at_s: float | None = None
-    """When a trace says that it is due, in seconds from the start; None without a trace."""
+    at_s: float | None = None  # when a trace says that it is due, in seconds from the start; None without a trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +162,7 @@ class Workload:
     prompt: Lengths
     output: Lengths
     seed: int = 0
-    salt: str = ""
-    """New in every run; without salt ("") all runs have the same words."""
+    salt: str = ""  # new in every run; without salt ("") all runs have the same words
     prefix: SharedPrefix | None = None
     calibration: TokenCalibration = TokenCalibration()
     trace: tuple[TraceRow, ...] = ()
@@ -187,32 +170,18 @@ class Workload:
     def request(self, index: int) -> PlannedRequest:
         """Request number `index`, from 0. A trace raises IndexError past its end."""
         if self.trace:
-            return self._traced(index)
+            row = self.trace[index]
+            if row.prompt is None:
+                text = self.text(str(index), self.calibration.words(row.prompt_tokens or 0))
+            else:
+                text = f"{self.text('trace', NUM_SALT_WORDS)}\n{row.prompt}" if self.salt else row.prompt
+            return PlannedRequest(index, text, row.prompt_tokens, row.output_tokens, row.at_s)
         rng = random.Random(f"{self.seed}/{index}")
-        wanted, output = self.prompt.draw(rng), self.output.draw(rng)
-        begin = ""
+        wanted, output, begin = self.prompt.draw(rng), self.output.draw(rng), ""
         if self.prefix is not None and rng.random() < self.prefix.share:
-            begin = self._prefix_text() + " "
-        return PlannedRequest(index, begin + self._text(index, wanted - self._tokens_of(begin)), wanted, output)
-
-    def _traced(self, index: int) -> PlannedRequest:
-        row = self.trace[index]
-        if row.prompt is None:
-            assert row.prompt_tokens is not None
-            text = self._text(index, row.prompt_tokens)
-        else:
-            text = f"{self.text('trace', NUM_SALT_WORDS)}\n{row.prompt}" if self.salt else row.prompt
-        return PlannedRequest(index, text, row.prompt_tokens, row.output_tokens, row.at_s)
-
-    def _text(self, index: int, tokens: float) -> str:
-        return self.text(str(index), self.calibration.words(tokens))
-
-    def _prefix_text(self) -> str:
-        assert self.prefix is not None
-        return self.text("prefix", max(1, round(self.prefix.tokens / self.calibration.tokens_per_word)))
-
-    def _tokens_of(self, text: str) -> float:
-        return len(text.split()) * self.calibration.tokens_per_word
+            begin = self.text("prefix", max(1, round(self.prefix.tokens / self.calibration.tokens_per_word))) + " "
+        rest = self.calibration.words(wanted - len(begin.split()) * self.calibration.tokens_per_word)
+        return PlannedRequest(index, begin + self.text(str(index), rest), wanted, output)
 
     def text(self, what: str, num_words: int) -> str:
         """So many words. The salt and `what`, the purpose of the text, decide which."""

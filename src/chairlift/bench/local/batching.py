@@ -25,7 +25,7 @@ from chairlift.bench.client.sample import Sample
 from chairlift.bench.client.target import GenerationRequest, Target
 from chairlift.bench.local.server import LocalServer, ObservedRequest, TimedRequest, serving
 from chairlift.bench.report.measure import ProgressDisplay, machine_note
-from chairlift.bench.report.report import Chart, Column, Lane, Report, Series, Span, Table
+from chairlift.bench.report.report import Chart, Lane, Report, Series, Span, Table, columns
 
 POLICIES = ("serial", "static", "continuous")
 SIZES = (1, 2, 4, 8)
@@ -228,7 +228,7 @@ class BatchingCommand:
             warnings=[f"{failed} requests failed; the figures are of the others"] if failed else [],
             notes=[_FEW, machine_note(None)],
             data={"load": asdict(self.load), "runs": [run.as_dict() for run in self.runs]},
-            charts=[*(_timeline(run) for run in by_policy), *([_size_chart(by_size)] if by_size else [])],
+            charts=_charts(by_policy, by_size),
         )
 
 
@@ -242,30 +242,25 @@ def _described(load: MixedLoad) -> str:
     )
 
 
+_WAITS = ("TTFT, median|s", "TTFT, slowest|s", "short answer E2E, median|s", "short answer E2E, slowest|s")
+
+
 def _policy_table(runs: Sequence[PolicyRun]) -> Table:
-    columns = [
-        Column("policy", align="left"),
-        *_WAITS,
-        Column("long answer E2E", "s"),
-        Column("longest in queue", "s"),
-        Column("longest held", "s"),
-        Column("output while all ran", "tokens/s"),
-    ]
+    heads = columns(
+        "<policy", *_WAITS, "long answer E2E|s", "longest in queue|s", "longest held|s", "output while all ran|tokens/s"
+    )
     rows = [
         (run.policy, *_waits(run), run.long_e2e_s, _most(run.queue_s), _most(run.held_s), _rate(run)) for run in runs
     ]
     note = "Held: the answer is written, and its end waits for the batch. tokens/s is capacity; nobody feels it."
-    return Table("By policy", columns, rows, note)
+    return Table("By policy", heads, rows, note)
 
 
 def _size_table(runs: Sequence[PolicyRun]) -> Table:
-    columns = [Column("batch of at most"), *_WAITS, Column("longest in queue", "s")]
     rows = [(run.slots, *_waits(run), _most(run.queue_s)) for run in runs]
     note = "Who is in the first batch has its first token soon; who is not waits until its slowest member has ended."
-    return Table("Static batching by size of the batch", columns, rows, note)
-
-
-_WAITS = [Column(f"{what}, {which}", "s") for what in ("TTFT", "short answer E2E") for which in ("median", "slowest")]
+    heads = columns("batch of at most", *_WAITS, "longest in queue|s")
+    return Table("Static batching by size of the batch", heads, rows, note)
 
 
 def _waits(run: PolicyRun) -> tuple[float, ...]:
@@ -293,28 +288,26 @@ def _verdict(runs: dict[str, PolicyRun]) -> list[str]:
     return said
 
 
-def _timeline(run: PolicyRun) -> Chart:
-    return Chart(
-        "timeline",
-        f"{run.policy}: one row a request",
-        "time since the first request, s",
-        "",
-        lanes=[lane(each, can_be_held=run.can_hold) for each in run.requests],
-    )
-
-
-def _size_chart(runs: Sequence[PolicyRun]) -> Chart:
-    sizes = [float(run.slots or 0) for run in runs]
-    return Chart(
-        "lines",
-        "Static batching: TTFT over the size of the batch",
-        "requests in a batch, at most",
-        "TTFT, s",
-        series=[
-            Series("median", sizes, [_middle(run.ttft_s) for run in runs]),
-            Series("slowest", sizes, [_most(run.ttft_s) for run in runs]),
-        ],
-    )
+def _charts(by_policy: Sequence[PolicyRun], by_size: Sequence[PolicyRun]) -> list[Chart]:
+    charts = [
+        Chart(
+            "timeline",
+            f"{run.policy}: one row a request",
+            "time since the first request, s",
+            "",
+            lanes=[lane(each, can_be_held=run.can_hold) for each in run.requests],
+        )
+        for run in by_policy
+    ]
+    if by_size:
+        sizes = [float(run.slots or 0) for run in by_size]
+        lines = [
+            Series("median", sizes, [_middle(run.ttft_s) for run in by_size]),
+            Series("slowest", sizes, [_most(run.ttft_s) for run in by_size]),
+        ]
+        title = "Static batching: TTFT over the size of the batch"
+        charts.append(Chart("lines", title, "requests in a batch, at most", "TTFT, s", lines))
+    return charts
 
 
 def _middle(values: Sequence[float]) -> float:

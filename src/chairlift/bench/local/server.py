@@ -38,21 +38,10 @@ class LoggedRequest:
     """A finished request by the engine's own clock, from the server's log. Times in seconds."""
 
     id: str
-    num_output_tokens: int
     queue_s: float
     prefill_s: float  # from its first step to its first token
+    num_output_tokens: int
     num_preemptions: int
-
-    @classmethod
-    def parse(cls, line: dict[str, Any]) -> LoggedRequest:
-        """Reads the fields of a log line."""
-        return cls(
-            id=str(line["id"]),
-            num_output_tokens=int(line["output_tokens"]),
-            queue_s=float(line["queue_s"]),
-            prefill_s=float(line["prefill_s"]),
-            num_preemptions=int(line["preemptions"]),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +102,9 @@ class LocalServer:
         try:
             value = json.loads(line)
             if value["event"] == "request":
-                self.finished.append(LoggedRequest.parse(value))
+                times = float(value["queue_s"]), float(value["prefill_s"])
+                counts = int(value["output_tokens"]), int(value["preemptions"])
+                self.finished.append(LoggedRequest(str(value["id"]), *times, *counts))
                 self._came.set()
         except (ValueError, KeyError, TypeError):
             return

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 from urllib.parse import urlsplit
 
@@ -46,7 +45,7 @@ class ProgressDisplay:
             self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._bars.stop()
 
@@ -85,7 +84,7 @@ def measure(files: ReportFiles, measurement: Measurement) -> None:
     files.check()
     interrupted = False
     error: ChairliftError | None = None
-    load = load_average()
+    load = os.getloadavg()[0]
     with ProgressDisplay() as progress, _terminated_as_interrupted():
         try:
             asyncio.run(measurement.work(progress))
@@ -137,15 +136,8 @@ def machine_note(url: str | None) -> str:
     )
 
 
-def load_average() -> float | None:
-    """Mean number of busy processes in the last minute; None if the system does not tell."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-def load_notes(load: float | None) -> list[str]:
-    """How busy this machine was before the run."""
-    if load is None:
-        return []
+def load_notes(load: float) -> list[str]:
+    """How busy this machine was before the run, by the load average of a minute."""
     note = f"Load average here before the run: {load:.1f}."
     if load > 0.5:
         note += " Something else was at work; run again on a quiet machine before you compare."

@@ -42,6 +42,13 @@ class Column:
     align: Literal["left", "right"] = "right"
 
 
+def columns(*heads: str) -> list[Column]:
+    """Columns by title: "output|tokens/s" has a unit, and "<policy" is aligned left."""
+    parts = [head.removeprefix("<").partition("|") for head in heads]
+    sides: list[Literal["left", "right"]] = ["left" if head.startswith("<") else "right" for head in heads]
+    return [Column(title, unit, side) for (title, _, unit), side in zip(parts, sides, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rows with one cell for each column. The note says what a reader must know to read the table."""
@@ -182,8 +189,7 @@ class ReportFiles:
 def _check_writable(flag: str, path: Path) -> None:
     was_there = path.exists()
     try:
-        with path.open("ab"):
-            pass
+        path.open("ab").close()
         if not was_there:
             path.unlink()
     except OSError as error:

@@ -14,12 +14,12 @@ to send at an even pace, as it does while it serves one stream alone. Pure: no s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from statistics import fmean, median, pstdev
 
-from chairlift.bench.client.sample import TOKENS, Sample
+from chairlift.bench.client.sample import TOKENS, Event, Sample
 
 MIN_CHUNKS = 16
 """Fewer chunks say nothing about bursts."""
@@ -74,51 +74,44 @@ class Buffering:
         return self.pattern not in (Pattern.CLEAN, Pattern.SERVER, Pattern.UNKNOWN)
 
 
-@dataclass(frozen=True, slots=True)
-class _TimedChunk:
-    at_s: float
-    sent_at_s: float | None
-    num_bytes: int
-
-
-def _chunks(sample: Sample) -> list[_TimedChunk]:
-    """Messages that bear tokens, each with the bytes of other messages before it. What comes after them is left out."""
+def _chunks(sample: Sample) -> list[Event]:
+    """The events that bear tokens, each with the bytes of other events before it. What follows the last is left out."""
     found, num_bytes = [], 0
     for event in sample.events:
         num_bytes += event.num_bytes
         if event.kind in TOKENS and event.num_bytes:
-            found.append(_TimedChunk(event.at_s, event.sent_at_s, num_bytes))
+            found.append(replace(event, num_bytes=num_bytes))
             num_bytes = 0
     return found
 
 
-def bursts(times: Sequence[float], sizes: Sequence[int], pace_s: float) -> list[Burst]:
-    """Groups arrivals into bursts. A gap of more than _PACE_PART of the pace begins a new one."""
+def _bursts(times: Sequence[float], chunks: Sequence[Event], pace_s: float) -> list[Burst]:
+    """Groups chunks into bursts by these times. A gap of more than _PACE_PART of the pace begins a new one."""
     found: list[Burst] = []
     last_s = float("-inf")
-    for at_s, size in zip(times, sizes, strict=True):
+    for at_s, chunk in zip(times, chunks, strict=True):
         if at_s - last_s > pace_s * _PACE_PART:
-            found.append(Burst(at_s, 1, size))
+            found.append(Burst(at_s, 1, chunk.num_bytes))
         else:
             last = found[-1]
-            found[-1] = Burst(last.at_s, last.num_chunks + 1, last.num_bytes + size)
+            found[-1] = Burst(last.at_s, last.num_chunks + 1, last.num_bytes + chunk.num_bytes)
         last_s = at_s
     return found
 
 
 def diagnose(samples: Sequence[Sample]) -> Buffering:
     """What the streams of one address have in common."""
-    streams = [chunks for chunks in map(_chunks, samples) if len(chunks) >= MIN_CHUNKS]
-    if not streams:
+    pairs = [(sample.started_s, chunks) for sample in samples if len(chunks := _chunks(sample)) >= MIN_CHUNKS]
+    if not pairs:
         return Buffering(Pattern.UNKNOWN)
-    stamped = [chunks for chunks in streams if all(chunk.sent_at_s is not None for chunk in chunks)]
+    streams = [chunks for _, chunks in pairs]
+    stamped = [chunks for chunks in streams if len(_stamps(chunks)) == len(chunks)]
     held_s = max((_held_s(chunks) for chunks in stamped), default=None)
     if any(_is_sent_in_bursts(chunks) for chunks in stamped):
         return Buffering(Pattern.SERVER, held_s=held_s, is_stamped=True)
     pace_s = median(_pace_s(chunks) for chunks in stamped or streams)
-    starts = [sample.started_s for sample in samples if len(_chunks(sample)) >= MIN_CHUNKS]
-    arrived = [_arrived(chunks, pace_s) for chunks in streams]
-    pattern = _pattern(arrived, starts, streams, is_stamped=bool(stamped))
+    arrived = [_bursts([chunk.at_s for chunk in chunks], chunks, pace_s) for chunks in streams]
+    pattern = _pattern(arrived, pairs, is_stamped=bool(stamped))
     full = [burst for each in arrived for burst in each[:-1]] or [burst for each in arrived for burst in each]
     gaps = [b.at_s - a.at_s for each in arrived for a, b in pairwise(each[:-1])]
     interval_s = median(gaps) if gaps else None
@@ -134,17 +127,15 @@ def diagnose(samples: Sequence[Sample]) -> Buffering:
     return Buffering(pattern, num_bytes, interval_s, held_s, per_burst, is_stamped=bool(stamped))
 
 
-def _pattern(
-    arrived: list[list[Burst]], starts: list[float], streams: list[list[_TimedChunk]], *, is_stamped: bool
-) -> Pattern:
+def _pattern(arrived: list[list[Burst]], pairs: list[tuple[float, list[Event]]], *, is_stamped: bool) -> Pattern:
     """The pattern, where BUFFER stands for both kinds of regular bursts."""
     is_whole = [(len(each) <= 2 and each[-1].num_chunks > each[0].num_chunks) or len(each) == 1 for each in arrived]
     if all(is_whole):
         if is_stamped:
             return Pattern.WHOLE
         # A very fast server sends all at once too, but then the client did not wait for it.
-        span_s = max(chunks[-1].at_s - chunks[0].at_s for chunks in streams)
-        waited_s = min(chunks[0].at_s - start for chunks, start in zip(streams, starts, strict=True))
+        span_s = max(chunks[-1].at_s - chunks[0].at_s for _, chunks in pairs)
+        waited_s = min(chunks[0].at_s - started_s for started_s, chunks in pairs)
         return Pattern.WHOLE if waited_s > 10 * span_s and waited_s > 0.2 else Pattern.UNKNOWN
     if median(_chunks_per_burst(each) for each in arrived) >= MIN_CHUNKS_PER_BURST:
         return Pattern.BUFFER
@@ -172,27 +163,26 @@ def round_kb(num_bytes: float) -> int | None:
     return next((kb for kb in ROUND_KB if abs(num_bytes / (kb * 1024) - 1) < 0.06), None)
 
 
-def _pace_s(chunks: list[_TimedChunk]) -> float:
+def _stamps(chunks: list[Event]) -> list[float]:
+    return [chunk.sent_at_s for chunk in chunks if chunk.sent_at_s is not None]
+
+
+def _pace_s(chunks: list[Event]) -> float:
     """Mean seconds from one chunk to the next: as sent if that is known, else as received."""
-    if all(chunk.sent_at_s is not None for chunk in chunks):
-        times = [chunk.sent_at_s for chunk in chunks if chunk.sent_at_s is not None]
-        return (times[-1] - times[0]) / (len(times) - 1)
-    return (chunks[-1].at_s - chunks[0].at_s) / (len(chunks) - 1)
+    times = _stamps(chunks)
+    if len(times) < len(chunks):
+        times = [chunk.at_s for chunk in chunks]
+    return (times[-1] - times[0]) / (len(times) - 1)
 
 
-def _arrived(chunks: list[_TimedChunk], pace_s: float) -> list[Burst]:
-    return bursts([chunk.at_s for chunk in chunks], [chunk.num_bytes for chunk in chunks], pace_s)
-
-
-def _is_sent_in_bursts(chunks: list[_TimedChunk]) -> bool:
+def _is_sent_in_bursts(chunks: list[Event]) -> bool:
     """Whether the server sent in bursts that are far enough apart to be seen, by its stamps."""
-    times = [chunk.sent_at_s for chunk in chunks if chunk.sent_at_s is not None]
-    found = bursts(times, [chunk.num_bytes for chunk in chunks], _pace_s(chunks))
+    found = _bursts(_stamps(chunks), chunks, _pace_s(chunks))
     gaps = [b.at_s - a.at_s for a, b in pairwise(found)]
     return _chunks_per_burst(found) >= MIN_CHUNKS_PER_BURST and bool(gaps) and median(gaps) >= MIN_HELD_S
 
 
-def _held_s(chunks: list[_TimedChunk]) -> float:
+def _held_s(chunks: list[Event]) -> float:
     """How much longer the slowest chunk was on its way than the quickest."""
     ways = [chunk.at_s - chunk.sent_at_s for chunk in chunks if chunk.sent_at_s is not None]
     return max(ways) - min(ways)

@@ -18,7 +18,7 @@ from chairlift.bench.client.connect import connect
 from chairlift.bench.client.target import ConnectOptions, GenerationRequest
 from chairlift.bench.load.workload import Lengths, Workload
 from chairlift.bench.report.measure import ProgressDisplay, machine_note
-from chairlift.bench.report.report import Cell, Chart, Column, Report, Series, Table
+from chairlift.bench.report.report import Cell, Chart, Report, Series, Table, columns
 from chairlift.bench.streaming import buffering
 from chairlift.bench.streaming.buffering import Buffering, Pattern
 from chairlift.bench.streaming.request_group import Connect, RequestGroup
@@ -248,30 +248,17 @@ def _notes(found: Sequence[tuple[Route, Buffering]]) -> list[str]:
 
 
 def _table(found: Sequence[tuple[Route, Buffering]]) -> Table:
-    columns = [
-        Column("address", align="left"),
-        Column("pattern", align="left"),
-        Column("pieces a burst"),
-        Column("burst", "bytes"),
-        Column("between bursts", "s"),
-        Column("longest held", "s"),
-        Column("first token", "s"),
-        Column("after the engine", "s"),
-    ]
+    heads = columns(
+        "<address", "<pattern", "pieces a burst", "burst|bytes", "between bursts|s", "longest held|s", "first token|s",
+        "after the engine|s",
+    )  # fmt: skip
+    shown = ("pattern", "pieces_per_burst", "burst_bytes", "interval_s", "held_s", "first_token_s", "after_engine_s")
     rows: list[list[Cell]] = [
-        [
-            route.name,
-            str(each.pattern),
-            each.chunks_per_burst,
-            each.num_bytes if each.is_buffered else None,
-            each.interval_s if each.is_buffered else None,
-            each.held_s,
-            route.first_token_s,
-            "not exported" if route.after_engine_s is None else route.after_engine_s,
-        ]
-        for route, each in found
+        [route.name, *(data[name] for name in shown)] for route, data in ((r, _data(r, each)) for r, each in found)
     ]
-    return Table("How the stream arrives", columns, rows, "Medians over the streams; held: beyond the quickest piece.")
+    for row in rows:
+        row[-1] = "not exported" if row[-1] is None else row[-1]
+    return Table("How the stream arrives", heads, rows, "Medians over the streams; held: beyond the quickest piece.")
 
 
 def _data(route: Route, found: Buffering) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from chairlift.bench.client import engine_metrics
@@ -22,7 +22,7 @@ from chairlift.bench.client.target import ConnectOptions, GenerationRequest, Tar
 from chairlift.bench.load.doubts import CEILING_SLACK
 from chairlift.bench.load.workload import Lengths, Workload
 from chairlift.bench.report.measure import ProgressDisplay, machine_note
-from chairlift.bench.report.report import Cell, Chart, Column, Report, Series, Table
+from chairlift.bench.report.report import Cell, Chart, Report, Series, Table, columns
 from chairlift.bench.streaming import buffering
 from chairlift.bench.streaming.request_group import Connect, RequestGroup
 
@@ -115,14 +115,12 @@ class StreamCommand:
         )
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
 def _times(modes: Sequence[StreamingMode]) -> Table:
-    columns = [Column("figure", align="left"), Column("unit", align="left"), *(Column(mode.name) for mode in modes)]
+    medians = [mode.median(lambda s: s.num_output_tokens) for mode in modes]
+    lengths = [int(value) if value is not None and value == int(value) else value for value in medians]
     rows: list[list[Cell]] = [
         ["requests answered", "", *(f"{len(mode.answered)} of {len(mode.samples)}" for mode in modes)],
-        ["tokens by usage, median", "", *(_whole(mode.median(lambda s: s.num_output_tokens)) for mode in modes)],
+        ["tokens by usage, median", "", *lengths],
         ["client: first output, median", "s", *(mode.first_output_s for mode in modes)],
         ["client: first token (TTFT), median", "s", modes[0].first_token_s, NOT_MEASURABLE],
         ["client: E2E, median", "s", *(mode.e2e_s for mode in modes)],
@@ -137,15 +135,11 @@ def _times(modes: Sequence[StreamingMode]) -> Table:
         "The engine's figures are differences of /metrics. Its clock and the client's begin and end at other moments: "
         "compare them by order of magnitude only."
     )
-    return Table("Times", columns, rows, note)
+    return Table("Times", columns("<figure", "<unit", *(mode.name for mode in modes)), rows, note)
 
 
 def _shown(mean: Histogram | None) -> Cell:
     return NOT_EXPORTED if mean is None else mean.mean_s
-
-
-def _whole(value: float | None) -> Cell:
-    return int(value) if value is not None and value == int(value) else value
 
 
 def _per_request(mode: StreamingMode, sum_s: float | None) -> Cell:
@@ -156,79 +150,70 @@ def _range(values: Sequence[float]) -> Cell:
     return f"{min(values):.3g} to {max(values):.3g}" if values else None
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """E2E = TTFT + (N - 1) x TPOT + residual, in seconds."""
-
-    clock: str
-    e2e_s: float
-    ttft_s: float
-    num_tokens: float
-    tpot_s: float
-
-    @property
-    def residual_s(self) -> float:
-        """Seconds that the two terms leave unexplained."""
-        return self.e2e_s - self.ttft_s - (self.num_tokens - 1) * self.tpot_s
+Identity = tuple[float, float, float, float]
+"""E2E, TTFT, N - 1 and TPOT in seconds: E2E = TTFT + (N - 1) x TPOT + residual."""
 
 
-def client_identity(mode: StreamingMode) -> Identity | None:
+def _client_identity(mode: StreamingMode) -> Identity | None:
     """Means at the client over the streams that have every term; None if none has."""
     terms = [
-        (sample.e2e_s, sample.first_token_s, sample.num_output_tokens, sample.tpot_s)
+        (sample.e2e_s, sample.first_token_s, sample.num_output_tokens - 1, sample.tpot_s)
         for sample in mode.answered
         if sample.first_token_s is not None and sample.num_output_tokens is not None and sample.tpot_s is not None
     ]
     if not terms:
         return None
     # (N - 1) x TPOT is summed before it is divided: with lengths that differ, the product of means is another number.
-    e2e, ttft, tokens, _ = (sum(filter(None, column)) / len(terms) for column in zip(*terms, strict=True))
-    decode = sum((n - 1) * tpot for _, _, n, tpot in terms if n is not None and tpot is not None) / len(terms)
-    return Identity(f"client, {mode.name}", e2e, ttft, tokens, decode / (tokens - 1))
+    e2e_s, ttft_s, steps = (fmean(column) for column in list(zip(*terms, strict=True))[:3])
+    return e2e_s, ttft_s, steps, fmean(steps * tpot_s for _, _, steps, tpot_s in terms) / steps
 
 
-def engine_identity(mode: StreamingMode) -> Identity | None:
+def _engine_identity(mode: StreamingMode) -> Identity | None:
     """Means of the engine's own histograms; None if one is not exported."""
     engine = mode.engine
-    means = [mean.mean_s for mean in (engine.e2e, engine.ttft, engine.tpot) if mean is not None]
-    known = [mean for mean in means if mean is not None]
-    if len(known) < 3 or engine.num_output_tokens is None or engine.e2e is None:
+    if not (engine.e2e and engine.ttft and engine.tpot) or engine.num_output_tokens is None:
         return None
-    return Identity(f"engine, {mode.name}", known[0], known[1], engine.num_output_tokens / engine.e2e.num, known[2])
+    e2e_s, ttft_s, tpot_s = engine.e2e.mean_s, engine.ttft.mean_s, engine.tpot.mean_s
+    if e2e_s is None or ttft_s is None or tpot_s is None:
+        return None
+    return e2e_s, ttft_s, engine.num_output_tokens / engine.e2e.num - 1, tpot_s
+
+
+def _identities(*modes: StreamingMode) -> dict[str, Identity | None]:
+    """By clock. A client sees the terms only if it streams."""
+    found = {f"client, {mode.name}": _client_identity(mode) for mode in modes if mode.is_streamed}
+    return found | {f"engine, {mode.name}": _engine_identity(mode) for mode in modes}
+
+
+def _residual_s(identity: Identity) -> float:
+    """Seconds that the two terms leave unexplained."""
+    e2e_s, ttft_s, steps, tpot_s = identity
+    return e2e_s - ttft_s - steps * tpot_s
 
 
 def _identity(modes: Sequence[StreamingMode]) -> Table:
-    columns = [
-        Column("clock", align="left"),
-        Column("E2E", "s"),
-        Column("TTFT", "s"),
-        Column("N - 1"),
-        Column("TPOT", "ms"),
-        Column("residual", "s"),
-        Column("residual", "% of E2E"),
-    ]
-    found = [client_identity(modes[0]), *(engine_identity(mode) for mode in modes)]
-    names = [f"client, {modes[0].name}", *(f"engine, {mode.name}" for mode in modes)]
+    heads = columns("<clock", "E2E|s", "TTFT|s", "N - 1", "TPOT|ms", "residual|s", "residual|% of E2E")
     rows: list[list[Cell]] = []
-    for name, each in zip(names, found, strict=True):
+    for name, each in _identities(*modes).items():
         if each is None:
             rows.append([name, *[NOT_EXPORTED if name.startswith("engine") else None] * 6])
         else:
-            part = 100 * each.residual_s / each.e2e_s if each.e2e_s else None
-            terms = [each.e2e_s, each.ttft_s, each.num_tokens - 1, each.tpot_s * 1e3, each.residual_s, part]
-            rows.append([name, *terms])
+            e2e_s, ttft_s, steps, tpot_s = each
+            left_s = _residual_s(each)
+            rows.append([name, e2e_s, ttft_s, steps, tpot_s * 1e3, left_s, 100 * left_s / e2e_s if e2e_s else None])
     note = "Means. What is left at the client is the time from the last token to the end of the stream."
-    return Table("E2E = TTFT + (N - 1) x TPOT + residual", columns, rows, note)
+    return Table("E2E = TTFT + (N - 1) x TPOT + residual", heads, rows, note)
 
 
 def _speed(modes: Sequence[StreamingMode], ceiling: float | None) -> Table:
-    columns = [Column("clock", align="left"), Column("one stream", "tokens/s"), Column("ceiling", "tokens/s")]
     named = [(f"client, {modes[0].name}", client_rate(modes[0]))]
     named += [(f"engine, {mode.name}", engine_rate(mode)) for mode in modes]
     rows: list[list[Cell]] = [[name, NOT_EXPORTED if rate is None else rate, ceiling] for name, rate in named]
     note = "1 / TPOT. Ceiling: memory bandwidth / bytes read for a token"
     note += "." if ceiling is not None else "; this server does not tell its own."
-    return Table("Speed after the first token", columns, rows, note)
+    return Table(
+        "Speed after the first token", columns("<clock", "one stream|tokens/s", "ceiling|tokens/s"), rows, note
+    )
 
 
 def client_rate(mode: StreamingMode) -> float | None:
@@ -243,9 +228,6 @@ def engine_rate(mode: StreamingMode) -> float | None:
     return 1 / tpot.mean_s if tpot is not None and tpot.mean_s else None
 
 
-# -- verdict ----------------------------------------------------------------------------------------------------------
-
-
 def _verdict(streamed: StreamingMode, whole: StreamingMode) -> list[str]:
     if not streamed.answered or not whole.answered:
         return ["Nothing to compare: one of the two has no full answer."]
@@ -258,8 +240,9 @@ def _verdict(streamed: StreamingMode, whole: StreamingMode) -> list[str]:
     ]
     if first_s is None:
         return [*lines, "The streams brought nothing visible: reasoning only, or empty answers."]
+    factor = whole_s / first_s
     lines.append(
-        f"It moves the moment of first value by {_times_word(whole_s / first_s)}: something to read after "
+        f"It moves the moment of first value by {factor:.{1 if factor < 10 else 0}f} times: something to read after "
         f"{_seconds(first_s)} instead of {_seconds(whole_s)}."
     )
     lines.append(
@@ -329,13 +312,6 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _times_word(factor: float) -> str:
-    return f"{factor:.1f} times" if factor < 10 else f"{factor:.0f} times"
-
-
-# -- what makes it doubtful, and the rest -----------------------------------------------------------------------------
-
-
 def _warnings(modes: Sequence[StreamingMode], num_tokens: int, target: Target) -> list[str]:
     lines = []
     for mode in modes:
@@ -402,9 +378,7 @@ def _data(mode: StreamingMode) -> dict[str, Any]:
         "engine_ttft_s": None if engine.ttft is None else engine.ttft.mean_s,
         "engine_e2e_s": None if engine.e2e is None else engine.e2e.mean_s,
         "engine_queue_s": None if engine.queue is None else engine.queue.mean_s,
-        "residuals_s": {
-            each.clock: each.residual_s for each in (client_identity(mode), engine_identity(mode)) if each is not None
-        },
+        "residuals_s": {name: _residual_s(each) for name, each in _identities(mode).items() if each is not None},
     }
 
 
