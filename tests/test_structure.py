@@ -121,8 +121,9 @@ def test_the_rooms_of_the_bench_import_in_one_direction() -> None:
     assert {path.parent.name for path in within("bench")} == {"bench", *BENCH_ROOMS}
     for room, seen in BENCH_ROOMS.items():
         inside = (path for path in within("bench") if name_of(path).startswith(f"bench.{room}"))
-        others = sorted({*BENCH_ROOMS, "cli", "options"} - {room} - seen)
+        others = sorted({*BENCH_ROOMS, "cli"} - {room} - seen)
         assert offences(inside, f"bench\\.({'|'.join(others)})|microbench") == []
+    assert offences((path for path in MODULES if name_of(path) == "bench.options"), "bench|microbench") == []
 
 
 def test_the_micro_benchmarks_know_no_server() -> None:

@@ -1,6 +1,6 @@
 """Measures servers from outside, over HTTP alone. No part of the server imports this package.
 
-    cli, options ──> local, streaming ──> load ──> client, report
+    cli ──> local, streaming ──> load ──> client, report ──> options
 
-A room imports only what stands to its right; client and report import no other room. A test keeps this true.
+A room imports only what stands to its right; client and report do not know each other. A test keeps this true.
 """

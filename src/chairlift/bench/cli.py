@@ -132,10 +132,7 @@ def compare(
 ) -> None:
     """The same work in turns against several servers, round by round; ratios with their spread."""
     from chairlift.bench.load import compare as module
-    from chairlift.errors import ConfigError
 
-    if len(urls) < 2:
-        raise ConfigError("compare needs two servers", hint="chairlift bench compare URL URL")
     measure(files, module.command(urls, server, work.spec(arrivals), rounds))
 
 

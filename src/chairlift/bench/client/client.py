@@ -64,7 +64,6 @@ class Client:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         self._encodings = "gzip, deflate" if accepts_gzip else "identity"
         self._connector = connector
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         # limit=0: a limited pool is a queue that no figure shows. force_close: llama-server closes the connection after
@@ -78,14 +77,7 @@ class Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The open session."""
-        assert self._session is not None, "use `async with`"
-        return self._session
+        await self._session.close()
 
     async def ask(self, request: GenerationRequest, *, index: int = 0, scheduled_s: float | None = None) -> Sample:
         """Sends one request. The Sample says what happened, failures included.
@@ -112,7 +104,6 @@ class Client:
             failure=outcome.failure,
             failure_detail=outcome.detail,
             retry_after_s=outcome.retry_after_s,
-            text=answer.text,
             content_encoding=answer.content_encoding,
         )
 
@@ -121,7 +112,7 @@ class Client:
         headers = {"content-type": "application/json"}
         if request.request_id:
             headers["x-request-id"] = request.request_id
-        async with self.session.post(url, data=payload, headers=headers, allow_redirects=False) as response:
+        async with self._session.post(url, data=payload, headers=headers, allow_redirects=False) as response:
             if response.status != 200:
                 return await _refusal(response)
             answer.content_encoding = response.headers.get("content-encoding", "")
@@ -168,7 +159,7 @@ class Client:
     async def get(self, path: str) -> tuple[int, bytes, dict[str, str]]:
         """Status, body and headers (names in lower case) of a GET. Raises BenchError without an answer."""
         try:
-            async with self.session.get(self.target.base + path, allow_redirects=False) as response:
+            async with self._session.get(self.target.base + path, allow_redirects=False) as response:
                 headers = {name.lower(): value for name, value in response.headers.items()}
                 return response.status, await _body(response), headers
         except (TimeoutError, aiohttp.ClientError, OSError, BadStream) as error:

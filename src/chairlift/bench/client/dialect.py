@@ -5,7 +5,6 @@ write them, and Ollama's own API. Knows JSON values; no bytes, no connections, n
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -14,8 +13,7 @@ from chairlift.bench.client.target import Api
 from chairlift.bench.client.wire import BadStream
 
 MAX_EVENTS = 200_000
-MAX_TEXT = 2**20
-"""Events and characters of one answer that are kept in memory."""
+"""Events of one answer that are kept in memory."""
 
 UNFINISHED = frozenset({"error", "abort", "aborted", "cancelled"})
 """Finish reasons that say that the server gave up."""
@@ -27,8 +25,6 @@ class AnswerParser:
     def __init__(self, api: Api, wall_start_s: float) -> None:
         self._api = api
         self._wall_start_s = wall_start_s
-        self._texts: list[str] = []
-        self._num_chars = 0
         self._num_reported = 0
         self.events: list[Event] = []
         self.num_prompt_tokens: int | None = None
@@ -38,11 +34,6 @@ class AnswerParser:
         self.error: str | None = None
         self.is_done = False
         self.content_encoding = ""
-
-    @property
-    def text(self) -> str:
-        """The visible text, at most its first MAX_TEXT characters."""
-        return "".join(self._texts)
 
     @property
     def is_complete(self) -> bool:
@@ -80,7 +71,7 @@ class AnswerParser:
     def _kinds(self, value: Any) -> list[EventKind]:
         """Reads a value: what it brings, in order, and never nothing. A shape that no server sends raises BadStream."""
         if not isinstance(value, dict):
-            raise BadStream("an event that is no JSON object")
+            raise BadStream("a message that is no JSON object")
         if value.get("error"):
             self.error = error_text(value)
             return [EventKind.ERROR]
@@ -122,20 +113,14 @@ class AnswerParser:
         return kinds
 
     def _said(self, said: dict[str, Any]) -> list[EventKind]:
-        """The texts of a delta or message that are not empty. Each server has its own name for reasoning."""
-        kinds = []
-        thought = said.get("reasoning_content") or said.get("reasoning") or said.get("thinking")
-        if thought:
-            kinds.append(EventKind.REASONING)
-        text = said.get("content") or said.get("text") or said.get("refusal")
-        if text:
-            kinds.append(EventKind.TEXT)
-            self._texts.append(str(text)[: MAX_TEXT - self._num_chars])
-            self._num_chars += len(self._texts[-1])
-        tools = "".join(_tool_texts(said.get("tool_calls") or []))
-        if tools:
-            kinds.append(EventKind.TOOL)
-        return kinds
+        """The kinds of text in a delta or message that are not empty. Each server has its own name for reasoning."""
+        functions = [call.get("function") or {} for call in said.get("tool_calls") or [] if isinstance(call, dict)]
+        brought = {
+            EventKind.REASONING: said.get("reasoning_content") or said.get("reasoning") or said.get("thinking"),
+            EventKind.TEXT: said.get("content") or said.get("text") or said.get("refusal"),
+            EventKind.TOOL: any(function.get("name") or function.get("arguments") for function in functions),
+        }
+        return [kind for kind, text in brought.items() if text]
 
     def _usage(self, usage: dict[str, Any]) -> None:
         self.num_prompt_tokens = _count(usage.get("prompt_tokens"))
@@ -173,12 +158,6 @@ class AnswerParser:
             except ValueError:
                 return None
         return None
-
-
-def _tool_texts(calls: Sequence[Any]) -> list[str]:
-    """Names and arguments of tool calls, as far as they arrived."""
-    functions = [call.get("function") or {} for call in calls if isinstance(call, dict)]
-    return [str(function.get(field) or "") for function in functions for field in ("name", "arguments")]
 
 
 def _count(said: Any) -> int | None:

@@ -97,7 +97,6 @@ class Sample:
     failure: Failure | None = None
     failure_detail: str = ""
     retry_after_s: float | None = None
-    text: str = ""
     content_encoding: str = ""  # The compression of the answer, if any. Sizes are those after decompression.
 
     @property

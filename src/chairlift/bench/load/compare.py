@@ -21,6 +21,7 @@ from chairlift.bench.load.summary import LoadSummary
 from chairlift.bench.report.measure import machine_note
 from chairlift.bench.report.report import Cell, Chart, Report, Series, Table, columns, number
 from chairlift.bench.report.stats import Spread, median_of
+from chairlift.errors import ConfigError
 
 COMMAND = "bench compare"
 LEAST_ROUNDS = 3
@@ -95,7 +96,9 @@ def order(num_servers: int, turn: int) -> list[int]:
 
 
 def command(urls: Sequence[str], options: ConnectOptions, spec: LoadSpec, num_rounds: int) -> LoadCommand:
-    """Round by round, in fresh words each time."""
+    """Round by round, in fresh words each time. Raises ConfigError for one server."""
+    if len(urls) < 2:
+        raise ConfigError("compare needs two servers", hint="chairlift bench compare URL URL")
     turns = [(turn, at) for turn in range(num_rounds) for at in order(len(urls), turn)]
     plan = [PlannedRun(at, spec.fresh(), f"round {turn + 1} of {num_rounds}: {letter(at)}, ") for turn, at in turns]
 
@@ -115,29 +118,22 @@ def letter(at: int) -> str:
 def report(rounds: Sequence[Sequence[LoadResult | None]], urls: Sequence[str]) -> Report:
     """The report of results by round and server; None for what was not measured."""
     by_server = [[row[at] for row in rounds] for at in range(len(urls))]
-    known = [next((each for each in column if each is not None), None) for column in by_server]
-    first = next((each for each in known if each is not None), None)
+    known = [next(filter(None, column), None) for column in by_server]
+    first = next(filter(None, known), None)
     if first is None:
         return Report(COMMAND, "nothing was measured")
+    names: list[list[Cell]] = [[letter(at), each.target.name if each else urls[at]] for at, each in enumerate(known)]
     summaries = [[None if each is None else each.summary for each in column] for column in by_server]
     return Report(
         command=COMMAND,
         title=f"{len(urls)} servers in turns, {len(rounds)} rounds: {first.spec.arrivals}",
-        tables=[_servers(urls, known), _table(summaries), _failures(summaries)],
+        tables=[Table("Who is who", columns("<", "<server"), names), _table(summaries), _failures(summaries)],
         verdict=_verdict(summaries),
         warnings=_warnings(by_server),
         notes=[*first.notes(), *dict.fromkeys(machine_note(url) for url in urls)],
         data=_data(by_server, summaries),
         charts=_charts(summaries),
     )
-
-
-def _servers(urls: Sequence[str], known: Sequence[LoadResult | None]) -> Table:
-    rows: list[list[Cell]] = [
-        [letter(at), url] if each is None else [letter(at), each.target.name]
-        for at, (url, each) in enumerate(zip(urls, known, strict=True))
-    ]
-    return Table("Who is who", columns("<", "<server"), rows)
 
 
 def _table(summaries: Sequence[Rounds]) -> Table:
@@ -162,22 +158,14 @@ def _failures(summaries: Sequence[Rounds]) -> Table:
     rows: list[list[Cell]] = []
     for at, column in enumerate(summaries):
         seen = [summary for summary in column if summary is not None]
-        asked, good = sum(each.num_requests for each in seen), sum(each.num_ok for each in seen)
+        asked, failed = sum(each.num_requests for each in seen), sum(each.num_failed for each in seen)
         spreads = [[each.prompt_tokens for each in seen], [each.output_tokens for each in seen]]
         means = [median_of(each.mean for each in known if each) for known in spreads]
-        hits = [each.cache_hit_rate for each in seen if each.cache_hit_rate is not None]
+        lengths = [None if mean is None else round(mean, 1) for mean in means]
+        hits = max((each.cache_hit_rate for each in seen if each.cache_hit_rate is not None), default=None)
         stalled = sum(each.stalls.num_streams_hit for each in seen)
-        rows.append(
-            [
-                letter(at),
-                len(seen),
-                asked,
-                asked - good,
-                *(None if mean is None else round(mean, 1) for mean in means),
-                f"{max(hits):.1%}" if hits else None,
-                stalled,
-            ]
-        )
+        cached = None if hits is None else f"{hits:.1%}"
+        rows.append([letter(at), len(seen), asked, failed, *lengths, cached, stalled])
     note = "Lengths by each server's own count: another tokenizer makes other tokens of the same text."
     return Table("What was asked and what came", columns(*heads), rows, note)
 
@@ -203,16 +191,13 @@ def _standing(metric: Metric, compared: Ratio) -> str:
 
 
 def _warnings(by_server: Sequence[Sequence[LoadResult | None]]) -> list[str]:
-    found = grouped(
-        [
-            (f"{letter(at)}{turn + 1}", doubt)
-            for at, column in enumerate(by_server)
-            for turn, each in enumerate(column)
-            if each is not None
-            for doubt in each.doubts
-        ],
-        "server and round",
-    )
+    named = [
+        (f"{letter(at)}{turn + 1}", each)
+        for at, column in enumerate(by_server)
+        for turn, each in enumerate(column)
+        if each is not None
+    ]
+    found = grouped([(name, doubt) for name, each in named for doubt in each.doubts], "server and round")
     if len(by_server[0]) < LEAST_ROUNDS:
         found.append(f"few rounds: with fewer than {LEAST_ROUNDS} there is no telling a difference from noise")
     return found
@@ -234,13 +219,11 @@ def _data(by_server: Sequence[Sequence[LoadResult | None]], summaries: Sequence[
 
 
 def _charts(summaries: Sequence[Rounds]) -> list[Chart]:
+    x = [letter(at) for at in range(len(summaries))]
     drawn = []
     for metric in METRICS:
-        x = [letter(at) for at in range(len(summaries))]
-        middles = [_median(metric, column) for column in summaries]
-        if all(value is not None for value in middles):
-            bars = Series(metric.name, x, [value for value in middles if value is not None])
-            drawn.append(
-                Chart("bars", f"{metric.name}, median of the rounds", "server", f"{metric.name}, {metric.unit}", [bars])
-            )
+        medians = [value for column in summaries if (value := _median(metric, column)) is not None]
+        if len(medians) == len(x):
+            title, y_label = f"{metric.name}, median of the rounds", f"{metric.name}, {metric.unit}"
+            drawn.append(Chart("bars", title, "server", y_label, [Series(metric.name, x, medians)]))
     return drawn

@@ -43,7 +43,7 @@ def doubts(summary: LoadSummary, window: Window, spec: LoadSpec, target: Target)
     return [
         *_about_answers(summary, target),
         *_about_speed(summary, spec, target),
-        *_about_the_generator(summary, window),
+        *_about_the_generator(summary, spec),
         *_about_the_window(summary, window),
         *_about_counting(summary, spec),
     ]
@@ -84,13 +84,13 @@ def _about_speed(summary: LoadSummary, spec: LoadSpec, target: Target) -> Iterat
         )
 
 
-def _about_the_generator(summary: LoadSummary, window: Window) -> Iterator[Doubt]:
+def _about_the_generator(summary: LoadSummary, spec: LoadSpec) -> Iterator[Doubt]:
     dispatch, e2e = summary.dispatch_s, summary.e2e_s
     if summary.num_held:
         yield Doubt(
             "generator behind",
-            f"{summary.num_held} requests waited here because {window.max_in_flight} were under way (--max-in-flight); "
-            "their latency counts from the moment they were due",
+            f"{summary.num_held} requests waited here because {spec.limits.max_in_flight} were under way "
+            "(--max-in-flight); their latency counts from the moment they were due",
         )
     elif dispatch is not None and dispatch.p99 > max(BEHIND_S, BEHIND_SHARE * e2e.p50 if e2e else 0.0):
         yield Doubt(

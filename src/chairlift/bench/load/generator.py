@@ -23,7 +23,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
@@ -97,7 +97,6 @@ class Window:
     mean_pause_s: float = 0.0  # mean time that the users of a closed loop thought
     num_cut: int = 0  # requests in flight at the end that were given up
     is_interrupted: bool = False
-    max_in_flight: int = 0
 
     @property
     def seconds(self) -> float:
@@ -192,7 +191,11 @@ class LoadGenerator:
 
     async def run(self) -> Window:
         """Runs until all measured requests have ended. After a cancel (Ctrl-C) `window` has what was measured."""
-        sources = [asyncio.create_task(source) for source in self._sources()]
+        if isinstance(self._arrivals, OpenLoop):
+            sources = [asyncio.create_task(self._schedule(self._arrivals))]
+        else:
+            users = range(self._arrivals.users)
+            sources = [asyncio.create_task(self._user(number, self._arrivals)) for number in users]
         for source in sources:
             source.add_done_callback(self._source_ended)
         try:
@@ -228,7 +231,6 @@ class LoadGenerator:
             mean_pause_s=fmean(self._pauses) if self._pauses else 0.0,
             num_cut=self._num_cut,
             is_interrupted=self._is_interrupted,
-            max_in_flight=self._limits.max_in_flight,
         )
 
     def _warm_up(self, num_requests: int) -> WarmUp:
@@ -237,11 +239,6 @@ class LoadGenerator:
         if self._limits.warmup is not None:
             return WarmUp(num_requests, True, f"until {self._limits.warmup} answers, as asked")
         return WarmUp(num_requests, self._steadiness.is_steady, self._steadiness.rule)
-
-    def _sources(self) -> list[Coroutine[Any, Any, None]]:
-        if isinstance(self._arrivals, OpenLoop):
-            return [self._schedule(self._arrivals)]
-        return [self._user(number, self._arrivals) for number in range(self._arrivals.users)]
 
     async def _schedule(self, arrivals: OpenLoop) -> None:
         begin_s = self._now()

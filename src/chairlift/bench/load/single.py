@@ -10,7 +10,6 @@ from chairlift.bench.load.arrivals import ClosedLoop, OpenLoop
 from chairlift.bench.load.generator import Attempt
 from chairlift.bench.load.options import LoadSpec
 from chairlift.bench.load.run import LoadCommand, LoadResult, PlannedRun
-from chairlift.bench.load.summary import LoadSummary
 from chairlift.bench.report.measure import machine_note
 from chairlift.bench.report.report import Cell, Chart, Lane, Report, Series, Span, Table, columns, number
 from chairlift.bench.report.stats import Spread
@@ -44,17 +43,17 @@ def report(result: LoadResult | None, url: str) -> Report:
 def latencies(result: LoadResult) -> Table:
     """The latencies of the measured requests."""
     summary = result.summary
-    rows = [
-        _spread_row("TTFT", summary.ttft_s),
-        _spread_row("first visible output", summary.visible_s),
-        _spread_row("ITL", summary.itl_s),
-        _spread_row("TPOT", summary.tpot_s),
-        _spread_row("E2E", summary.e2e_s),
-    ]
-    if summary.num_ok < summary.num_requests:
-        rows.append(_spread_row("E2E, a failure as never", summary.e2e_with_failures_s))
-    rows.append(_spread_row("dispatch delay (client)", summary.dispatch_s))
-    rows.append(_queue_row(result.queue))
+    spreads = {
+        "TTFT": summary.ttft_s,
+        "first visible output": summary.visible_s,
+        "ITL": summary.itl_s,
+        "TPOT": summary.tpot_s,
+        "E2E": summary.e2e_s,
+    }
+    if summary.num_failed:
+        spreads["E2E, a failure as never"] = summary.e2e_with_failures_s
+    spreads["dispatch delay (client)"] = summary.dispatch_s
+    rows = [*(_spread_row(name, spread) for name, spread in spreads.items()), _queue_row(result.queue)]
     heads = columns("<", "values", "mean|s", "p50|s", "p95|s", "p99|s", "max|s")
     title = f"What each request felt ({summary.num_ok} answered of {summary.num_requests})"
     return Table(title, heads, rows, _latency_note(result))
@@ -70,17 +69,13 @@ def _spread_row(name: str, spread: Spread | None) -> list[Cell]:
 
 def _queue_row(queue: Histogram | None) -> list[Cell]:
     """The engine counts its waits by bucket: each figure but the mean is the bound of a bucket."""
-    bounds: list[Cell] = (
-        [None] * 4 if queue is None else [_bound(queue.bound_s(percent)) for percent in (50, 95, 99, 100)]
-    )
-    known: list[Cell] = [None, None] if queue is None else [queue.num, queue.mean_s]
-    return ["queue (engine, in the window)", *known, *bounds]
-
-
-def _bound(bound_s: float | None) -> Cell:
-    if bound_s is None:
-        return None
-    return f"<= {number(bound_s)}" if math.isfinite(bound_s) else "beyond its buckets"
+    name = "queue (engine, in the window)"
+    if queue is None:
+        return [name, *[None] * 6]
+    row: list[Cell] = [name, queue.num, queue.mean_s]
+    for bound_s in (queue.bound_s(percent) for percent in (50, 95, 99, 100)):
+        row.append("beyond its buckets" if bound_s == math.inf else bound_s and f"<= {number(bound_s)}")
+    return row
 
 
 def _figure(value: float) -> Cell:
@@ -89,9 +84,8 @@ def _figure(value: float) -> Cell:
 
 def _latency_note(result: LoadResult) -> str:
     summary = result.summary
-    origin = (
-        "the end of the user's thinking" if isinstance(result.spec.arrivals, ClosedLoop) else "the scheduled moment"
-    )
+    is_closed = isinstance(result.spec.arrivals, ClosedLoop)
+    origin = "the end of the user's thinking" if is_closed else "the scheduled moment"
     said = [
         f"From {origin} on; percentiles are observed values (nearest rank), '= max' where there are too few of them."
     ]
@@ -107,23 +101,19 @@ def _latency_note(result: LoadResult) -> str:
 def capacity(result: LoadResult) -> Table:
     """What the server did for all requests together, beside what it could do at most."""
     ceiling, rates = result.target.one_stream_ceiling, result.summary.capacity
-    is_closed = isinstance(result.spec.arrivals, ClosedLoop)
+    arrivals, little = result.spec.arrivals, result.summary.little
+    expected = None if little is None else little.expected_requests_per_s
+    asked = (expected, "users / (think + latency)")
+    if isinstance(arrivals, OpenLoop):
+        asked = (arrivals.rate or None, "asked for")
+    together = result.target.output_ceiling(rates.mean_in_flight)
+    limit = "users" if isinstance(arrivals, ClosedLoop) else "--max-in-flight"
     rows: list[list[Cell]] = [
-        [
-            "output tokens/s",
-            rates.output_tokens_per_s,
-            result.target.output_ceiling(rates.mean_in_flight),
-            "running x one stream's",
-        ],
+        ["output tokens/s", rates.output_tokens_per_s, together, "running x one stream's"],
         ["prompt tokens/s", rates.prompt_tokens_per_s, None, ""],
         ["total tokens/s", rates.total_tokens_per_s, None, ""],
-        ["answers/s", rates.requests_per_s, *_answers_ceiling(result)],
-        [
-            "in flight, mean",
-            rates.mean_in_flight,
-            result.spec.max_in_flight,
-            "users" if is_closed else "--max-in-flight",
-        ],
+        ["answers/s", rates.requests_per_s, *asked],
+        ["in flight, mean", rates.mean_in_flight, result.spec.max_in_flight, limit],
         ["one stream's tokens/s, median", result.stream_rate, ceiling, "memory bandwidth / bytes read for a token"],
     ]
     heads = columns("<", "measured", "ceiling", "<which is")
@@ -131,13 +121,6 @@ def capacity(result: LoadResult) -> Table:
     if ceiling is None:
         note += " The server does not tell its memory bandwidth, so there is no ceiling for its streams."
     return Table("Capacity", heads, [[*row[:3], row[3] if row[2] is not None else ""] for row in rows], note)
-
-
-def _answers_ceiling(result: LoadResult) -> tuple[float | None, str]:
-    arrivals, little = result.spec.arrivals, result.summary.little
-    if isinstance(arrivals, OpenLoop):
-        return arrivals.rate or None, "asked for"
-    return None if little is None else little.expected_requests_per_s, "users / (think + latency)"
 
 
 def facts(result: LoadResult) -> Table:

@@ -96,21 +96,11 @@ def _got(users: Sequence[int], results: Sequence[LoadResult], found: int | None)
     rows: list[list[Cell]] = []
     for count, result in zip(users, results, strict=True):
         rates, little, ceiling = result.summary.capacity, result.summary.little, result.target.one_stream_ceiling
-        row: list[Cell] = [
-            count,
-            rates.output_tokens_per_s,
-            result.target.output_ceiling(rates.mean_in_flight),
-            rates.prompt_tokens_per_s,
-        ]
-        row += [rates.total_tokens_per_s, result.stream_rate, ceiling, rates.requests_per_s]
-        rows.append(
-            [
-                *row,
-                None if little is None else little.expected_requests_per_s,
-                rates.mean_in_flight,
-                "<- knee" if count == found else "",
-            ]
-        )
+        expected = None if little is None else little.expected_requests_per_s
+        row: list[Cell] = [count, rates.output_tokens_per_s, result.target.output_ceiling(rates.mean_in_flight)]
+        row += [rates.prompt_tokens_per_s, rates.total_tokens_per_s, result.stream_rate, ceiling]
+        row += [rates.requests_per_s, expected, rates.mean_in_flight, "<- knee" if count == found else ""]
+        rows.append(row)
     note = (
         "Ceilings: what memory allows one stream, and that for each that runs. users/turn is users / (think + "
         f"latency), which answers/s must match. {RULE}"
@@ -125,22 +115,16 @@ def _verdict(users: Sequence[int], results: Sequence[LoadResult], found: int | N
     said = []
     before, after = first.summary.capacity.output_tokens_per_s, last.summary.capacity.output_tokens_per_s
     if before and after:
-        said.append(
-            f"{most} users get {number(after / before)} x the tokens/s that {users[0]} got, all together"
-            + _share(first, last, users)
-        )
+        together = f"{most} users get {number(after / before)} x the tokens/s that {users[0]} got, all together"
+        one, many = first.stream_rate, last.stream_rate
+        if one and many:
+            together += f"; each of them reads {number(many)} tokens/s where each of {users[0]} read {number(one)}"
+        said.append(f"{together}.")
     if found is not None:
         said.append(f"The knee is at {found} users.")
     else:
         said.append(f"No knee up to {most} users: the last step still brought {GAIN - 1:.0%} more or better.")
     return said
-
-
-def _share(first: LoadResult, last: LoadResult, users: Sequence[int]) -> str:
-    one, many = first.stream_rate, last.stream_rate
-    if not one or not many:
-        return "."
-    return f"; each of them reads {number(many)} tokens/s where each of {users[0]} read {number(one)}."
 
 
 def _charts(users: Sequence[int], results: Sequence[LoadResult], found: int | None) -> list[Chart]:
@@ -154,9 +138,6 @@ def _charts(users: Sequence[int], results: Sequence[LoadResult], found: int | No
         points = [(at, spread) for at, spread in zip(x, spreads, strict=True) if spread is not None]
         if points:
             where = [at for at, _ in points]
-            lines = [
-                Series("p50", where, [spread.p50 for _, spread in points]),
-                Series("p95", where, [spread.p95 for _, spread in points]),
-            ]
+            lines = [Series(p, where, [getattr(spread, p) for _, spread in points]) for p in ("p50", "p95")]
             drawn.append(Chart("lines", f"{name} over users", "users", f"{name}, s", lines, marks=marks))
     return drawn

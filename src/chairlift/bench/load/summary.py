@@ -15,7 +15,7 @@ from typing import Any
 
 from chairlift.bench.client.sample import Failure, Sample
 from chairlift.bench.load.arrivals import ClosedLoop
-from chairlift.bench.load.generator import Attempt, Window
+from chairlift.bench.load.generator import Window
 from chairlift.bench.load.goodput import Goodput, Slo
 from chairlift.bench.report.stats import Spread, as_figures, mean_of
 
@@ -163,7 +163,11 @@ def summarise(window: Window, slo: Slo | None = None) -> LoadSummary:
         output_tokens=Spread.of(sample.num_output_tokens for sample in good),
         prompt_asked=Spread.of(attempt.request.prompt_tokens for attempt in attempts),
         output_asked=Spread.of(attempt.request.output_tokens for attempt in attempts),
-        num_short_answers=sum(_is_short(attempt) for attempt in attempts),
+        num_short_answers=sum(
+            sample.num_output_tokens is not None and sample.num_output_tokens < attempt.request.output_tokens
+            for attempt in attempts
+            if (sample := attempt.sample).is_ok
+        ),
         cache_hit_rate=_cache_hit_rate(good),
         tokens_per_event=mean_of(sample.tokens_per_event for sample in good),
         are_tokens_estimated=any(sample.num_output_tokens is None for sample in good),
@@ -173,11 +177,6 @@ def summarise(window: Window, slo: Slo | None = None) -> LoadSummary:
         goodput=None if slo is None else Goodput.of(slo, samples, window),
         little=_little(window, e2e, capacity),
     )
-
-
-def _is_short(attempt: Attempt) -> bool:
-    achieved = attempt.sample.num_output_tokens
-    return attempt.sample.is_ok and achieved is not None and achieved < attempt.request.output_tokens
 
 
 def _cache_hit_rate(samples: Sequence[Sample]) -> float | None:

@@ -25,7 +25,7 @@ from chairlift.bench.client.sample import Sample
 from chairlift.bench.client.target import GenerationRequest, Target
 from chairlift.bench.local.server import LocalServer, ObservedRequest, TimedRequest, serving
 from chairlift.bench.report.measure import ProgressDisplay, machine_note
-from chairlift.bench.report.report import Chart, Lane, Report, Series, Span, Table, columns
+from chairlift.bench.report.report import Cell, Chart, Lane, Report, Series, Span, Table, columns
 
 POLICIES = ("serial", "static", "continuous")
 SIZES = (1, 2, 4, 8)
@@ -41,7 +41,7 @@ _LINES = (
     "Say hello in Spanish, in one line.",
     "Which sea lies between Europe and Africa?",
     "Name one metal that is liquid at room temperature.",
-    "How many legs has a spider? AnswerParser briefly.",
+    "How many legs has a spider? Answer briefly.",
 )
 
 
@@ -69,10 +69,15 @@ class MixedLoad:
         for i, at_s in enumerate(moments):
             kind = "short" if i < self.num_short else "late"
             place = i + 1 if i < self.num_short else i + 1 - self.num_short
-            requests.append(
-                TimedRequest(f"{kind} {place}", f"{_LINES[i % len(_LINES)]} ({i})", self.short_tokens, at_s)
-            )
+            prompt = f"{_LINES[i % len(_LINES)]} ({i})"
+            requests.append(TimedRequest(f"{kind} {place}", prompt, self.short_tokens, at_s))
         return requests
+
+    def __str__(self) -> str:
+        return (
+            f"one answer of {self.long_tokens:,} tokens, {1 + self.num_short} of {self.short_tokens} with it, "
+            f"{self.num_late} more of {self.short_tokens} while it is written"
+        )
 
 
 def written_s(observed: ObservedRequest, *, can_be_held: bool) -> float:
@@ -131,14 +136,9 @@ class PolicyRun:
         return [value for sample in self.answered if (value := sample.first_token_s) is not None]
 
     def e2e_s(self, *, is_long: bool) -> list[float]:
-        """E2E of the answered requests that are long, or of those that are not."""
+        """E2E of the answered requests: of the long one, or of the others."""
         named = [each for each in self.requests if (each.request.name == "long") == is_long]
         return [each.sample.e2e_s for each in named if each.sample.is_ok]
-
-    @property
-    def long_e2e_s(self) -> float | None:
-        """E2E of the long answer; None if it failed."""
-        return next(iter(self.e2e_s(is_long=True)), None)
 
     @property
     def queue_s(self) -> list[float]:
@@ -187,10 +187,6 @@ async def run_load(server: LocalServer, load: MixedLoad, run: PolicyRun) -> None
     run.requests.sort(key=lambda each: each.sample.index)
 
 
-_ENOUGH = ("--max-queue", "1000")
-"""No request is refused, however slow the policy."""
-
-
 class BatchingCommand:
     """The command: `work` measures, `report` says what was measured so far."""
 
@@ -207,8 +203,9 @@ class BatchingCommand:
             what = policy if slots is None else f"{policy}, batches of {slots}"
             progress.say(f"{what}: starting a server")
             progress.at(done, len(self._plan), what)
-            size = () if slots is None else ("--max-num-seqs", str(slots))
-            async with serving(self._model, *self._flags, *_ENOUGH, "--batching", policy, *size) as server:
+            flags = ["--batching", policy, "--max-queue", "1000"]  # so that no request is refused
+            flags += [] if slots is None else ["--max-num-seqs", str(slots)]
+            async with serving(self._model, *self._flags, *flags) as server:
                 run = PolicyRun(policy, slots)
                 self.runs.append(run)
                 await run_load(server, self.load, run)
@@ -220,26 +217,17 @@ class BatchingCommand:
         failed = sum(len(run.requests) - len(run.answered) for run in self.runs)
         tables = [_policy_table(by_policy)] if by_policy else []
         tables += [_size_table(by_size)] if by_size else []
+        note = "So few requests have no percentiles worth the name: the tail is the slowest of them."
         return Report(
             "bench batching",
-            f"Serial, static and continuous batching: {_described(self.load)}",
+            f"Serial, static and continuous batching: {self.load}",
             tables=tables,
             verdict=_verdict({run.policy: run for run in by_policy}),
             warnings=[f"{failed} requests failed; the figures are of the others"] if failed else [],
-            notes=[_FEW, machine_note(None)],
+            notes=[note, machine_note(None)],
             data={"load": asdict(self.load), "runs": [run.as_dict() for run in self.runs]},
             charts=_charts(by_policy, by_size),
         )
-
-
-_FEW = "So few requests have no percentiles worth the name: the tail is the slowest of them."
-
-
-def _described(load: MixedLoad) -> str:
-    return (
-        f"one answer of {load.long_tokens:,} tokens, {1 + load.num_short} of {load.short_tokens} with it, "
-        f"{load.num_late} more of {load.short_tokens} while it is written"
-    )
 
 
 _WAITS = ("TTFT, median|s", "TTFT, slowest|s", "short answer E2E, median|s", "short answer E2E, slowest|s")
@@ -249,9 +237,10 @@ def _policy_table(runs: Sequence[PolicyRun]) -> Table:
     heads = columns(
         "<policy", *_WAITS, "long answer E2E|s", "longest in queue|s", "longest held|s", "output while all ran|tokens/s"
     )
-    rows = [
-        (run.policy, *_waits(run), run.long_e2e_s, _most(run.queue_s), _most(run.held_s), _rate(run)) for run in runs
-    ]
+    rows: list[list[Cell]] = []
+    for run in runs:
+        long_s = _most(run.e2e_s(is_long=True))
+        rows.append([run.policy, *_waits(run), long_s, _most(run.queue_s), _most(run.held_s), _rate(run)])
     note = "Held: the answer is written, and its end waits for the batch. tokens/s is capacity; nobody feels it."
     return Table("By policy", heads, rows, note)
 
@@ -282,8 +271,10 @@ def _verdict(runs: dict[str, PolicyRun]) -> list[str]:
                 f"{_most(best.ttft_s):.2f} s with continuous batching; the median after {_middle(other.ttft_s):.2f} s "
                 f"and {_middle(best.ttft_s):.2f} s."
             )
-    alone, shared = runs["serial"].long_e2e_s if "serial" in runs else None, best.long_e2e_s
-    if alone and shared:
+    alone, shared = (
+        _most(runs[policy].e2e_s(is_long=True)) if policy in runs else 0.0 for policy in ("serial", "continuous")
+    )
+    if alone > 0 and shared > 0:
         said.append(f"The long answer itself takes {alone:.2f} s in its turn (serial), {shared:.2f} s in company.")
     return said
 

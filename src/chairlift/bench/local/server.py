@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from chairlift import config
 from chairlift.bench.client.client import Client

@@ -10,7 +10,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from chairlift.bench.report.report import Chart, Series, clean, number
@@ -81,9 +81,8 @@ def figure(chart: Chart) -> Figure:
     _DRAW[chart.kind](axes, chart)
     for at, said in chart.marks:
         axes.axvline(at, color=_INK, alpha=0.5, linestyle=":", linewidth=1)
-        axes.annotate(
-            clean(said), (at, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points", va="top"
-        )
+        where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        axes.annotate(clean(said), (at, 1), (3, -3), va="top", **where)
     if len(axes.get_legend_handles_labels()[1]) > 1 or chart.kind == "timeline":
         drawn.legend(loc="outside upper left", ncols=4)
     return drawn
@@ -109,7 +108,9 @@ def _cdf(axes: Axes, chart: Chart) -> None:
 def _lines(axes: Axes, chart: Chart) -> None:
     for place, series in enumerate(chart.series):
         marker = "o" if len(series.x) <= 30 else ""
-        axes.plot(_numbers(series.x), _numbers(series.y), marker=marker, markersize=4, **_pen(place, series))
+        axes.plot(
+            list(map(float, series.x)), list(map(float, series.y)), marker=marker, markersize=4, **_pen(place, series)
+        )
     axes.set_ylim(bottom=0)
     points = sorted({float(x) for series in chart.series for x in series.x})
     if chart.log_x:
@@ -125,7 +126,7 @@ def _bars(axes: Axes, chart: Chart) -> None:
         shift = (place - (len(chart.series) - 1) / 2) * width
         at = [names.index(str(x)) + shift for x in series.x]
         colour = _COLOURS[place % len(_COLOURS)]
-        bars = axes.bar(at, _numbers(series.y), width * 0.92, label=clean(series.name), color=colour)
+        bars = axes.bar(at, list(map(float, series.y)), width * 0.92, label=clean(series.name), color=colour)
         axes.bar_label(bars, [number(float(y)) for y in series.y], padding=2, fontsize=8)
     axes.set_xticks(range(len(names)), [clean(name) for name in names])
     axes.margins(y=0.12)  # room for the numbers on top
@@ -137,14 +138,8 @@ def _timeline(axes: Axes, chart: Chart) -> None:
     for kind, colour in _SPANS.items():
         spans = [(row, span) for row, lane in enumerate(lanes) for span in lane.spans if span.kind == kind]
         if spans:
-            axes.barh(
-                [row for row, _ in spans],
-                [span.end_s - span.start_s for _, span in spans],
-                left=[span.start_s for _, span in spans],
-                height=0.72,
-                color=colour,
-                label=kind,
-            )
+            rows, widths = [row for row, _ in spans], [span.end_s - span.start_s for _, span in spans]
+            axes.barh(rows, widths, 0.72, [span.start_s for _, span in spans], color=colour, label=kind)
     axes.set_yticks(range(len(lanes)), [clean(lane.label) for lane in lanes], fontsize=8)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(left=0)
@@ -163,10 +158,6 @@ def _pen(place: int, series: Series) -> dict[str, Any]:
         "linestyle": _LINES[place % len(_LINES)],
         "linewidth": 1.6,
     }
-
-
-def _numbers(values: Sequence[float | str]) -> list[float]:
-    return [float(value) for value in values]
 
 
 def _logarithmic(axes: Axes) -> None:

@@ -180,20 +180,17 @@ class ReportFiles:
         from chairlift.bench.report.page import require_matplotlib
 
         for flag, path in (("--json", self.json), ("--html", self.html)):
-            if path is not None:
-                _check_writable(flag, path)
+            if path is None:
+                continue
+            is_new = not path.exists()
+            try:
+                path.open("ab").close()
+                if is_new:
+                    path.unlink()
+            except OSError as error:
+                raise ChairliftError(f"{flag}: cannot write {path}: {error.strerror}") from None
         if self.html is not None:
             require_matplotlib()
-
-
-def _check_writable(flag: str, path: Path) -> None:
-    was_there = path.exists()
-    try:
-        path.open("ab").close()
-        if not was_there:
-            path.unlink()
-    except OSError as error:
-        raise ChairliftError(f"{flag}: cannot write {path}: {error.strerror}") from None
 
 
 def emit(report: Report, files: ReportFiles, *, interrupted: bool = False, stdout: IO[str] | None = None) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from chairlift.bench.client import engine_metrics
@@ -37,9 +38,8 @@ ADVICE = {
 }
 
 
-def _connect(url: str, options: ConnectOptions, clock: Clock) -> AbstractAsyncContextManager[Client]:
-    """Asks as browsers and libraries do: a proxy compresses only for a client that accepts it."""
-    return connect(url, options, clock, accepts_gzip=True)
+_connect: Connect = partial(connect, accepts_gzip=True)
+"""As browsers and libraries ask. A proxy compresses only for a client that accepts it."""
 
 
 @dataclass
