@@ -11,7 +11,7 @@ import pytest
 
 from chairlift.errors import ChairliftError
 from chairlift.kernels.native import NativeBackend
-from chairlift.microbench import shapes
+from chairlift.microbench import random_weights, shapes
 from chairlift.models import quant, registry
 from chairlift.models.gguf import GGUFFile
 from chairlift.models.spec import RawTensor
@@ -68,7 +68,7 @@ def test_another_reader_finds_the_same(source: Path, tmp_path: Path) -> None:
 def test_rows_have_length_near_one(weight_type: str) -> None:
     """A mean that is not zero adds up over layers; a wrong deviation makes activations grow or vanish."""
     rng = np.random.default_rng(0)
-    data = np.concatenate(list(shapes.draw(rng, weight_type, (400, 4096))))
+    data = np.concatenate(list(random_weights.draw(rng, weight_type, (400, 4096))))
     weights = quant.dequantise(RawTensor("drawn", (400, 4096), weight_type, data))
     assert np.linalg.norm(weights, axis=1) == pytest.approx(1, abs=0.25)
     assert abs(weights.mean()) < 0.03 * weights.std()
@@ -76,8 +76,8 @@ def test_rows_have_length_near_one(weight_type: str) -> None:
 
 def test_a_tensor_larger_than_a_chunk_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last, shorter chunk dropped or written twice: every tensor after it would be shifted."""
-    monkeypatch.setattr(shapes, "CHUNK_BYTES", 1000)
-    chunks = list(shapes.draw(np.random.default_rng(0), "Q4_0", (40, 64)))
+    monkeypatch.setattr(random_weights, "CHUNK_BYTES", 1000)
+    chunks = list(random_weights.draw(np.random.default_rng(0), "Q4_0", (40, 64)))
     assert [len(chunk) for chunk in chunks] == [990, 450]
 
 

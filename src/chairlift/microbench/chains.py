@@ -1,8 +1,8 @@
-"""One op over and over as a model of its own: what `chairlift bench kernels` times.
+"""Models that apply one op again and again, which `chairlift bench kernels` times.
 
-A chain is written in the op list, as model files are, so that the compiled core runs it as it runs a model: on its
-pool, with what the recorder fuses. The reference runs it as well, which gives the error. A link's time is that of the
-chain less that of the same model without links, over their number.
+A chain is written in the op list, as model files are. The compiled core runs it as it runs a model: on its thread pool,
+with the fusions of the recorder. The reference runs it too, which gives the error. The time of a link is that of the
+chain, less that of the same model without links, divided by the number of links.
 
     embed x (and other inputs) -> link 0 -> link 1 -> ... -> logits of a head of 256 outputs
 """
@@ -20,24 +20,24 @@ import numpy as np
 from chairlift import cost
 from chairlift.kernels.ops import SAMPLE_DTYPE, Backend, KVDtype, KVLayout, Model, Ops, StepArrays
 from chairlift.kernels.rounding import ActivationBits
-from chairlift.microbench import shapes
+from chairlift.microbench.random_weights import draw
 from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
 
 Unit = Literal["dot", "fma", "bf16"]
-"""Whether the work is 8-bit products, f32 multiply-adds or products of bf16: which ceiling it stands below."""
+"""The arithmetic unit whose ceiling applies: 8-bit products, f32 multiply-adds or products of bf16."""
 Weights = Mapping[str, Any]
 FLOAT_LAYOUTS = ("f16", "bf16", "f32")
 VOCAB = 256
 BLOCK_SIZE = 16
 WORKING_SET_BYTES = 96 << 20
-"""Weights that a chain reads in turn: more than most caches hold, as a model's are."""
+"""Weights that a chain reads in turn: more than most caches hold, like those of a model."""
 ATTENTION_LAYERS = 4
 ROW_LINKS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LinkContext:
-    """Where in a chain a link stands. `x` is the activation so far, `others` the chain's other inputs."""
+    """The inputs of a link. `x` is the activation so far, `others` are the other inputs of the chain."""
 
     ops: Ops[Any, Any]
     weights: Weights
@@ -48,12 +48,12 @@ class LinkContext:
 
 
 Link = Callable[[LinkContext], Any]
-"""Gives the next x."""
+"""Returns the next x."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A model of `spec.num_layers` links. `inputs` names the tables that its inputs are embedded from, x first."""
+    """A model of `spec.num_layers` links. `inputs` names the tables that its inputs come from, x first."""
 
     op: str
     what: str
@@ -66,12 +66,12 @@ class Chain:
     activation_bits: ActivationBits = 8
 
     def shortened(self, links: int) -> Chain:
-        """The same with so many links at most; with none, what every chain costs around them."""
+        """The same chain with at most so many links. Without links, it is what every chain costs besides them."""
         short = replace(self, spec=replace(self.spec, num_layers=max(1, min(links, self.spec.num_layers))))
         return short if links else replace(short, link=lambda at: at.x)
 
     def load(self, backend: Backend, *, rows: int, blocks: int, threads: int) -> Model:
-        """For steps of that many rows at most, with a KV pool of that many blocks."""
+        """Loads the chain for steps of at most `rows` rows, with a KV pool of `blocks` blocks."""
         kv = KVLayout(blocks, BLOCK_SIZE, self.kv_dtype)
         forward = partial(_forward, self.link, self.inputs)
         return backend.load(
@@ -87,16 +87,16 @@ def _forward(link: Link, inputs: Sequence[str], ops: Ops[Any, Any], spec: ModelS
 
 
 def matmul(weight_type: str, layout: str, hidden: int, ffn: int, bits: ActivationBits = 8) -> Chain:
-    """hidden -> ffn -> hidden: two products and the rounding of their inputs; every link has matrices of its own.
+    """hidden -> ffn -> hidden: two products and the rounding of their inputs. Every link has matrices of its own.
 
-    `bits` are those of the inputs where the layout is one of levels.
+    `bits` are those of the inputs; layouts of floats ignore them.
     """
     rng = np.random.default_rng(0)
     up = replace(random_tensor(rng, weight_type, ffn, hidden), name="ffn_up.weight")
     down = replace(random_tensor(rng, weight_type, hidden, ffn), name="ffn_down.weight")
     links = math.ceil(WORKING_SET_BYTES / (up.data.size + down.data.size))
     tensors = _tables(rng, hidden, "x")
-    for index in range(links):  # another object is another matrix, though its bytes are the same
+    for index in range(links):  # the core packs each tensor object, even if its bytes are the same
         tensors |= {f"up.{index}": replace(up), f"down.{index}": replace(down)}
 
     def link(at: LinkContext) -> Any:
@@ -112,7 +112,7 @@ def matmul(weight_type: str, layout: str, hidden: int, ffn: int, bits: Activatio
 
 
 def attention(heads: int, kv_heads: int, head_dim: int, kv_dtype: KVDtype) -> Chain:
-    """A layer's keys and values written, its cache attended to."""
+    """One attention layer: keys and values are written, then attended to."""
     rng = np.random.default_rng(0)
     tensors = _tables(rng, kv_heads * head_dim, "keys", "values") | _tables(rng, heads * head_dim, "x")
     spec = replace(
@@ -126,12 +126,12 @@ def attention(heads: int, kv_heads: int, head_dim: int, kv_dtype: KVDtype) -> Ch
 
     what = f"{heads} on {kv_heads} heads of {head_dim}"
     inputs = ("x", "keys", "values")
-    unit: Unit = "bf16" if kv_dtype == "bf16" else "dot"  # of int8 half the products are by 16 bits, at half that rate
+    unit: Unit = "bf16" if kv_dtype == "bf16" else "dot"  # int8: half the products are of 16 bits, at half the rate
     return Chain(f"attention {kv_dtype}", what, spec, link, tensors, inputs, unit=unit, kv_dtype=kv_dtype)
 
 
 def row_ops(hidden: int, ffn: int) -> list[Chain]:
-    """What stands between products and attention: norms, activation, rotation, sum."""
+    """The ops between products and attention: norms, activation, rotation, sum."""
     rng = np.random.default_rng(0)
     gain = {"gain": RawTensor("gain", (hidden,), "F32", np.ones(hidden, "<f4").view(np.uint8))}
     thin = {"thin": random_tensor(rng, "Q8_0", 16, hidden)}
@@ -141,7 +141,7 @@ def row_ops(hidden: int, ffn: int) -> list[Chain]:
         return at.ops.rms_norm(at.x, at.weights["gain"], at.spec.rms_eps)
 
     def rounded_norm(at: LinkContext) -> Any:
-        at.ops.linear(norm(at), at.weights["thin"])  # only so that levels are wanted
+        at.ops.linear(norm(at), at.weights["thin"])  # so that the norm is rounded for a product
         return at.x
 
     def swiglu(at: LinkContext) -> Any:
@@ -167,12 +167,12 @@ def random_tensor(rng: np.random.Generator, weight_type: str, rows: int, cols: i
         if weight_type == "BF16":
             raw = np.ascontiguousarray(raw.reshape(-1, 4)[:, 2:]).reshape(-1)  # the upper half of an f32
     else:
-        raw = np.concatenate(list(shapes.draw(rng, weight_type, (rows, cols))))
+        raw = np.concatenate(list(draw(rng, weight_type, (rows, cols))))
     return RawTensor(weight_type, (rows, cols), weight_type, raw)
 
 
 def _tables(rng: np.random.Generator, width: int, *names: str) -> dict[str, RawTensor]:
-    """Inputs near 1, a row for each token; and a head of this width."""
+    """Tables of inputs near 1, one row a token, and an output head of this width."""
     values = {name: rng.standard_normal((VOCAB, width), np.float32) for name in names}
     tables = {name: RawTensor(name, (VOCAB, width), "F32", v.view(np.uint8).reshape(-1)) for name, v in values.items()}
     return tables | {"head": random_tensor(rng, "F32", VOCAB, width)}
@@ -198,30 +198,30 @@ def _spec(width: int, links: int) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
-    """Rows of one sequence: tokens at `start` and after."""
+    """The rows of one sequence in a step: `rows` tokens from position `start` on."""
 
     start: int
     rows: int
 
     @property
     def blocks(self) -> int:
-        """KV blocks that its sequence takes."""
+        """KV blocks of the sequence."""
         return cost.blocks_for(self.start + self.rows, BLOCK_SIZE)
 
     @property
     def visible(self) -> int:
-        """Pairs of a row and a position that it attends to."""
+        """Number of pairs of a row and a position that it attends to."""
         return self.rows * self.start + self.rows * (self.rows + 1) // 2
 
 
-def step(pieces: Sequence[SequencePart], *, want_logits: bool = False) -> StepArrays:
-    """A step of these pieces, each with blocks of its own; logits for the last row of all."""
-    tables = np.split(np.arange(sum(piece.blocks for piece in pieces)), np.cumsum([p.blocks for p in pieces])[:-1])
-    positions = [np.arange(piece.start, piece.start + piece.rows) for piece in pieces]
+def step(parts: Sequence[SequencePart], *, want_logits: bool = False) -> StepArrays:
+    """A step of these sequences, each with blocks of its own; logits for the last row only."""
+    tables = np.split(np.arange(sum(part.blocks for part in parts)), np.cumsum([p.blocks for p in parts])[:-1])
+    positions = [np.arange(part.start, part.start + part.rows) for part in parts]
     slots = [
         table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for table, at in zip(tables, positions, strict=True)
     ]
-    rows = sum(piece.rows for piece in pieces)
+    rows = sum(part.rows for part in parts)
     sample = np.zeros(1, SAMPLE_DTYPE)
     sample["top_p"] = sample["repetition_penalty"] = 1
     sample["num_top"] = sample["target"] = -1
@@ -230,8 +230,8 @@ def step(pieces: Sequence[SequencePart], *, want_logits: bool = False) -> StepAr
         tokens=(np.arange(rows) * 7 % VOCAB).astype(np.int32),
         positions=np.concatenate(positions).astype(np.int32),
         slots=np.concatenate(slots).astype(np.int32),
-        seq_starts=np.cumsum([0, *(piece.rows for piece in pieces)]).astype(np.int32),
-        table_starts=np.cumsum([0, *(piece.blocks for piece in pieces)]).astype(np.int32),
+        seq_starts=np.cumsum([0, *(part.rows for part in parts)]).astype(np.int32),
+        table_starts=np.cumsum([0, *(part.blocks for part in parts)]).astype(np.int32),
         block_tables=np.concatenate(tables).astype(np.int32),
         logit_rows=np.array([rows - 1], np.int32),
         sample=sample,
@@ -246,7 +246,7 @@ def step(pieces: Sequence[SequencePart], *, want_logits: bool = False) -> StepAr
 
 
 def fill(model: Model, blocks: int, rows: int) -> None:
-    """Puts keys and values into every block: as sequences of one block each, which costs next to nothing."""
+    """Writes keys and values into every block, as sequences of one block each, which is cheap."""
     for first in range(0, blocks, rows // BLOCK_SIZE):
         count = min(rows // BLOCK_SIZE, blocks - first)
         whole = step([SequencePart(0, BLOCK_SIZE)] * count)

@@ -1,10 +1,10 @@
 """`chairlift bench kernels`: how fast each kernel is here, beside the most that memory and arithmetic units can do.
 
-    ceilings   bytes/s that all threads read together; operations/s of a loop that waits for nothing, at each level
-    chains     matmul, attention and row ops, as a model runs them (chains.py); fastest of several runs
+    ceilings   bytes/s that all threads read together; operations/s of a loop without waits, at each level
+    chains     matmul, attention and row ops, as a model runs them (chains.py); the fastest of several runs
     sampling   one row of logits to a token, on one thread
 
-Errors are those of the last row's logits behind two links, against the reference, as a share of the largest logit.
+An error is that of the last row's logits after two links, against the reference, as a share of the largest logit.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from chairlift.models import quant
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 SHAPES = ((576, 1536), (2048, 8192))
 HEADS = ((9, 3, 64), (32, 8, 64))
-"""Of the default model, and of one of about 1B parameters."""
+"""Heads, KV heads and head size of the default model, and of one with about 1B parameters."""
 DECODES = ((1, 200), (1, 1000), (1, 8000), (5, 4000), (20, 1000))
 """Sequences, and tokens in the cache of each."""
 CHUNKS = ((0, 256), (2048, 256))
-"""Tokens in the cache, and rows of a prompt's part."""
+"""Tokens in the cache, and rows of a chunk of a prompt."""
 ROW_OP_ROWS = (1, 16, 256)
 ERROR_LINKS = 2
 LONGEST_S = 1.0
-"""A case is left out when one run would take longer."""
+"""Seconds. A case is left out if one run would take longer."""
 
 KINDS = ("matmul", "attention", "rows", "sampling")
 
@@ -64,7 +64,7 @@ class KernelOptions:
 def kernel_options(
     isas: Sequence[str] | None, threads: int | None, kinds: Sequence[str] | None, *, quick: bool = False
 ) -> KernelOptions:
-    """What was asked for, the rest as this machine has it. ConfigError for a level or kind that there is not."""
+    """The options, with this machine's values for those not given. Raises ConfigError for an unknown level or kind."""
     for name in kinds or ():
         if name not in KINDS:
             raise ConfigError(f"--only {name!r} is not known", hint=f"there are {', '.join(KINDS)}")
@@ -75,7 +75,7 @@ def kernel_options(
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What no kernel can exceed on these threads."""
+    """The most that any kernel can reach on these threads."""
 
     memory: float  # bytes/s
     units: dict[tuple[str, Unit], float]  # level, unit -> operations/s
@@ -111,7 +111,7 @@ class SampleTiming:
 
 @dataclass(slots=True)
 class KernelCommand:
-    """Measures, and tells what it has."""
+    """The command: its work, and the report on the cases so far."""
 
     options: KernelOptions
     ceilings: Ceilings | None = None
@@ -119,16 +119,16 @@ class KernelCommand:
     samples: list[SampleTiming] = field(default_factory=list)
 
     async def work(self, progress: ProgressDisplay) -> None:
-        """Everything options, case by case; between two of them Ctrl-C is heard."""
+        """Case by case. Ctrl-C takes effect between two of them."""
         progress.say("ceilings")
         self.ceilings = measure_ceilings(self.options)
-        for name, chain, pieces in cases(self.options):
+        for name, chain, parts in cases(self.options):
             progress.say(f"{chain.op} {chain.what}")
             expected = error_logits(ReferenceBackend(), chain, self.options)
             for isa in self.options.isas:
                 actual = error_logits(NativeBackend(isa), chain, self.options)
                 error = float(np.abs(actual - expected).max() / np.abs(expected).max())
-                for timing in time_chain(name, chain, pieces, isa, error, self.options):
+                for timing in time_chain(name, chain, parts, isa, error, self.options):
                     self.timings.append(timing)
                     await asyncio.sleep(0)
         if "sampling" in self.options.kinds:
@@ -138,14 +138,14 @@ class KernelCommand:
                 await asyncio.sleep(0)
 
     def report(self) -> Report:
-        """What was measured until now."""
+        """What was measured so far."""
         from chairlift.microbench.report import report
 
         return report(self)
 
 
 def measure_ceilings(options: KernelOptions) -> Ceilings:
-    """Reads memory and turns registers for some tenths of a second."""
+    """Reads memory and computes in registers, for some tenths of a second each."""
     seconds = 0.1 if options.quick else 0.4
     memory = machine.read_speed(np.ones(1 << 25, np.int64), options.threads, seconds=seconds)
     units: tuple[Unit, ...] = ("dot", "fma", "bf16")
@@ -153,7 +153,7 @@ def measure_ceilings(options: KernelOptions) -> Ceilings:
 
 
 def peak(isa: str, unit: Unit, threads: int) -> float:
-    """Operations/s of threads that run at once, each by the processor time that it got: the best of five tries."""
+    """Operations/s of threads that run at once, by the processor time that each got; the best of five tries."""
     rounds = 1000
     while _timed(_native.kernels.peak, isa, unit, rounds) < 0.01:
         rounds *= 2
@@ -175,7 +175,7 @@ def peak(isa: str, unit: Unit, threads: int) -> float:
 
 
 def cases(options: KernelOptions) -> Iterator[tuple[str, Chain, list[list[SequencePart]]]]:
-    """Kind, chain, and the steps to time it with."""
+    """Kind, chain, and the steps that it is timed with."""
     most = 1 if options.quick else None
     rows = [[SequencePart(0, count)] for count in (ROWS[::3] if options.quick else ROWS)]
     if "matmul" in options.kinds:
@@ -198,22 +198,22 @@ def cases(options: KernelOptions) -> Iterator[tuple[str, Chain, list[list[Sequen
 
 
 def layouts() -> dict[str, str]:
-    """Each layout of packed weights, and a weight type that is held in it."""
+    """Each layout of packed weights, and a weight type that is packed into it."""
     found: dict[str, str] = {}
     for weight_type in quant.supported_types():
         try:
             found.setdefault(_native.layout_of(weight_type), weight_type)
         except ValueError:
-            continue  # the core has no kernel for it yet
+            continue  # the core has no kernel for this type
     return found
 
 
 def error_logits(backend: Backend, chain: Chain, options: KernelOptions) -> F32:
-    """Logits behind two links, of a prompt that is longer than a tile of any kernel."""
+    """Logits after two links, of a prompt that is longer than a tile of any kernel."""
     short = chain.shortened(ERROR_LINKS)
-    pieces = [SequencePart(0, 21)]
-    model = short.load(backend, rows=21, blocks=pieces[0].blocks, threads=options.threads)
-    logits = model.run(chains.step(pieces, want_logits=True)).logits
+    parts = [SequencePart(0, 21)]
+    model = short.load(backend, rows=21, blocks=parts[0].blocks, threads=options.threads)
+    logits = model.run(chains.step(parts, want_logits=True)).logits
     assert logits is not None
     return logits
 
@@ -221,9 +221,9 @@ def error_logits(backend: Backend, chain: Chain, options: KernelOptions) -> F32:
 def time_chain(
     kind: str, chain: Chain, steps: Sequence[Sequence[SequencePart]], isa: str, error: float, options: KernelOptions
 ) -> Iterator[KernelTiming]:
-    """The chain at one level under every load; loads that would take too long are left out."""
-    rows = max(max(sum(piece.rows for piece in pieces) for pieces in steps), 32 * chains.BLOCK_SIZE)
-    blocks = max(max(sum(piece.blocks for piece in pieces) for pieces in steps), rows // chains.BLOCK_SIZE)
+    """Times the chain at one level with every step, except for those that would take too long."""
+    rows = max(max(sum(part.rows for part in parts) for parts in steps), 32 * chains.BLOCK_SIZE)
+    blocks = max(max(sum(part.blocks for part in parts) for parts in steps), rows // chains.BLOCK_SIZE)
     whole, empty = (
         part.load(NativeBackend(isa), rows=rows, blocks=blocks, threads=options.threads)
         for part in (chain, chain.shortened(0))
@@ -231,51 +231,51 @@ def time_chain(
     if kind == "attention":
         chains.fill(whole, blocks, rows)
     weight_bytes = (whole.weight_bytes - empty.weight_bytes) / chain.spec.num_layers
-    slowest = 0.0  # seconds per unit of work, to foresee what takes too long
-    for pieces in steps:
-        work = operations(kind, chain, pieces)
+    slowest = 0.0  # seconds per unit of work, to predict what takes too long
+    for parts in steps:
+        work = operations(kind, chain, parts)
         if slowest * work * chain.spec.num_layers > LONGEST_S:
             continue
-        arrays = chains.step(pieces)
+        arrays = chains.step(parts)
         around_s = fastest(options.budget_s / 3, empty.run, arrays)
         seconds = (fastest(options.budget_s, whole.run, arrays) - around_s) / chain.spec.num_layers
         slowest = seconds / work
         yield KernelTiming(
-            kind, chain.op, chain.what, isa, load_of(pieces), seconds,
-            bytes_read(kind, chain, pieces, weight_bytes), work if chain.unit else 0, chain.unit, error,
+            kind, chain.op, chain.what, isa, load_of(parts), seconds,
+            bytes_read(kind, chain, parts, weight_bytes), work if chain.unit else 0, chain.unit, error,
         )  # fmt: skip
 
 
-def operations(kind: str, chain: Chain, pieces: Sequence[SequencePart]) -> float:
-    """Multiplications and additions of one link; of a row op, the lanes that it makes."""
-    rows = sum(piece.rows for piece in pieces)
+def operations(kind: str, chain: Chain, parts: Sequence[SequencePart]) -> float:
+    """Multiplications and additions of one link; for a row op, the values that it writes."""
+    rows = sum(part.rows for part in parts)
     if kind == "matmul":
         return 2.0 * rows * sum(chain.tensors[name].num_elements for name in ("up.0", "down.0"))
     if kind == "attention":
-        return 4.0 * sum(piece.visible for piece in pieces) * chain.spec.num_heads * chain.spec.head_dim
+        return 4.0 * sum(part.visible for part in parts) * chain.spec.num_heads * chain.spec.head_dim
     return float(rows * chain.spec.hidden_size)
 
 
-def bytes_read(kind: str, chain: Chain, pieces: Sequence[SequencePart], weight_bytes: float) -> float:
-    """Bytes that one link must read: weights, the cache, or a row op's operands and what it writes."""
+def bytes_read(kind: str, chain: Chain, parts: Sequence[SequencePart], weight_bytes: float) -> float:
+    """Bytes that one link must read: weights, the cache, or the operands and the result of a row op."""
     if kind == "matmul":
         return weight_bytes
     if kind == "attention":
-        tokens = sum(piece.start + piece.rows for piece in pieces)
+        tokens = sum(part.start + part.rows for part in parts)
         return tokens * cost.kv_bytes_per_token(chain.spec, chain.kv_dtype) / chain.spec.num_layers
-    return sum(piece.rows for piece in pieces) * chain.spec.hidden_size * 4.0 * (len(chain.inputs) + 1)
+    return sum(part.rows for part in parts) * chain.spec.hidden_size * 4.0 * (len(chain.inputs) + 1)
 
 
-def load_of(pieces: Sequence[SequencePart]) -> str:
-    """A step in words."""
-    first = pieces[0]
-    if len(pieces) > 1 or (first.rows == 1 and first.start):
-        return f"{len(pieces)} at {first.start:,}"
+def load_of(parts: Sequence[SequencePart]) -> str:
+    """A step in words, for the table."""
+    first = parts[0]
+    if len(parts) > 1 or (first.rows == 1 and first.start):
+        return f"{len(parts)} at {first.start:,}"
     return f"{first.rows} row{'s' if first.rows > 1 else ''}" + (f" from {first.start:,}" if first.start else "")
 
 
 def fastest(budget_s: float, run: Callable[..., object], *arguments: object) -> float:
-    """Seconds of the fastest run: of three, or of as many as the budget allows. What disturbs only makes it slower."""
+    """Seconds of the fastest of three runs, or of as many as the budget allows; a disturbance only slows a run."""
     times: list[float] = []
     while len(times) < 3 or sum(times) < budget_s:
         times.append(_timed(run, *arguments))
@@ -300,7 +300,7 @@ SEEN_TOKENS = 1000
 
 
 def time_sampling(options: KernelOptions) -> Iterator[SampleTiming]:
-    """Rows of logits that look like a model's: a few likely tokens above a wide bell."""
+    """Times rows of logits that look like those of a model: a few likely tokens above a wide bell."""
     rng = np.random.default_rng(0)
     for vocab in VOCABS[: 1 if options.quick else None]:
         logits = (2.5 * rng.standard_normal(vocab)).astype(np.float32)

@@ -1,8 +1,7 @@
-"""Models with the dimensions of large ones and random weights, to measure speed with: they say nothing of any sense.
+"""Writes models with the dimensions of large ones and random weights, to measure speed with.
 
-A shape is a GGUF file that any GGUF reader loads. Tokenizer and chat template are a real model's, and so is its small
-vocabulary; a larger one would only add to the head. Blocks are drawn as bytes, with scales that keep every product near
-the size of its input, so that activations stay finite through any number of layers.
+Their answers mean nothing, but any GGUF reader loads them. Tokenizer, chat template and vocabulary are those of a real,
+small model; a larger vocabulary would only add to the output head. The `gguf` package writes the file (extra `shapes`).
 
     scripts/make-shape 1b Q4_0 shape.gguf
 """
@@ -10,47 +9,28 @@ the size of its input, so that activations stay finite through any number of lay
 from __future__ import annotations
 
 import argparse
-import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from chairlift.errors import ChairliftError
+from chairlift.microbench.random_weights import draw
 from chairlift.models import llama, quant
-from chairlift.models.gguf import DEFAULT_ALIGNMENT, MAGIC, GGUFFile
+from chairlift.models.gguf import GGUFFile
 from chairlift.models.registry import EMBEDDING, HEAD
-from chairlift.models.spec import ModelSpec, RawTensor, RopeSpec
+from chairlift.models.spec import ModelSpec, RopeSpec
 
-U8 = npt.NDArray[np.uint8]
-
-CHUNK_BYTES = 16 << 20
-"""Drawn and written at a time: the file need not fit into memory."""
 FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
-"""Weight types that can be drawn, and how `general.file_type` counts them."""
-_TYPE_NUMBERS = {kind.name: number for number, kind in quant.GGML_TYPES.items()}
-_TYPES = {kind.name: kind for kind in quant.GGML_TYPES.values()}
-_HALVES = {
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
-"""Where in a block its 16-bit scale stands, and its minimum."""
+"""Weight types that can be drawn, and their numbers in `general.file_type`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dimensions of a model of the Llama family; `tied`: its head is the embedding table."""
+    """Dimensions of a model of the Llama family. `tied`: the output head is the embedding table."""
 
     hidden: int
     layers: int
@@ -67,11 +47,10 @@ SHAPES = {
     "3b": Shape(hidden=3072, layers=28, heads=24, kv_heads=8, head_dim=128, ffn=8192, tied=True),
     "8b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, tied=False),
 }
-"""As Llama 3.2 1B, Llama 3.2 3B and Llama 3.1 8B have them."""
+"""The dimensions of Llama 3.2 1B, Llama 3.2 3B and Llama 3.1 8B."""
 
-Extents = Mapping[str, tuple[int, ...]]
 Progress = Callable[[int, int], None]
-"""Told bytes written and bytes in all."""
+"""Called with the bytes written and the bytes in all."""
 
 
 def write_shape(
@@ -79,31 +58,63 @@ def write_shape(
 ) -> None:
     """Writes a model of that shape with the vocabulary of the GGUF file `source`; the same seed gives the same bytes.
 
-    Raises ModelFileError for a source that cannot be read, ChairliftError for one without a vocabulary.
+    Raises ModelFileError for a source that cannot be read, ChairliftError for one without a vocabulary or if the
+    package `gguf` is missing.
     """
+    try:
+        import gguf
+    except ImportError:
+        raise ChairliftError("the package gguf is missing", hint="pip install '.[shapes]'") from None
     with GGUFFile.open(source) as file:
         vocabulary = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
     tokens = vocabulary.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list):
         raise ChairliftError(f"{source} has no vocabulary to take")
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in (metadata(shape, weight_type, len(tokens)) | vocabulary).items():
+        _add(writer, key, value)
+    types, sizes = {}, {}
     extents = tensor_extents(shape, len(tokens))
-    types = {name: weight_type if len(extent) == 2 else "F32" for name, extent in extents.items()}
-    sizes = {name: quant.bytes_of(types[name], int(np.prod(extent))) for name, extent in extents.items()}
-    head = header(metadata(shape, weight_type, len(tokens)) | vocabulary, extents, types, sizes)
+    for name, extent in extents.items():
+        types[name] = weight_type if len(extent) == 2 else "F32"
+        sizes[name] = quant.bytes_of(types[name], int(np.prod(extent)))
+        kind = gguf.GGMLQuantizationType[types[name]]
+        writer.add_tensor_info(name, extent, np.dtype(np.float32), sizes[name], kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    assert writer.fout is not None
+    (out,) = writer.fout
+    writer.write_padding(out, out.tell())
     rng = np.random.Generator(np.random.SFC64(seed))
-    done, total = 0, len(head) + sum(map(_padded, sizes.values()))
-    with path.open("wb") as out:
-        done += out.write(head)
-        for name, extent in extents.items():
-            for chunk in draw(rng, types[name], extent):
-                done += out.write(chunk.data)
-                if progress is not None:
-                    progress(done, total)
-            done += out.write(bytes(_padded(sizes[name]) - sizes[name]))
+    total = out.tell() + sum(gguf.GGUFWriter.ggml_pad(size, writer.data_alignment) for size in sizes.values())
+    for name, extent in extents.items():
+        for chunk in draw(rng, types[name], extent):
+            out.write(chunk.data)
+            if progress is not None:
+                progress(out.tell(), total)
+        writer.write_padding(out, sizes[name])
+    if progress is not None:
+        progress(out.tell(), total)
+    writer.close()
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """A key of the metadata: bool, u32, f32, string, or an array of i32, f32 or strings, as tokenizers have them."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, list(map(float, value)) if any(isinstance(part, float) for part in value) else value)
 
 
 def tensor_extents(shape: Shape, vocab: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor and its extents, rows first, in the order of the file."""
+    """The extents of every tensor, rows first, in the order of the file."""
     extents: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab, shape.hidden), "output_norm.weight": (shape.hidden,)}
     if not shape.tied:
         extents[HEAD] = (vocab, shape.hidden)
@@ -114,9 +125,8 @@ def tensor_extents(shape: Shape, vocab: int) -> dict[str, tuple[int, ...]]:
 
 
 def metadata(shape: Shape, weight_type: str, vocab: int) -> dict[str, Any]:
-    """The model's own keys; Llama 3's angles, without the stretching that long contexts add."""
+    """The keys of the model; its rotary angles are those of Llama 3, without the scaling for long contexts."""
     return {
-        "general.architecture": "llama",
         "general.name": f"random {shape.layers} x {shape.hidden}",
         "general.file_type": FILE_TYPES[weight_type],
         "llama.block_count": shape.layers,
@@ -150,84 +160,6 @@ def _spec(shape: Shape, vocab: int) -> ModelSpec:
         rms_eps=1e-5,
         rope=RopeSpec(shape.head_dim),
     )
-
-
-def header(keys: Mapping[str, Any], extents: Extents, types: Mapping[str, str], sizes: Mapping[str, int]) -> bytes:
-    """All of a GGUF file before its tensor data, padding included; models/gguf.py has the picture."""
-    out = bytearray(MAGIC + struct.pack("<IQQ", 3, len(extents), len(keys)))
-    for key, value in keys.items():
-        out += _string(key) + _value(value)
-    offset = 0
-    for name, extent in extents.items():
-        out += _string(name) + struct.pack(f"<I{len(extent)}Q", len(extent), *reversed(extent))
-        out += struct.pack("<IQ", _TYPE_NUMBERS[types[name]], offset)
-        offset += _padded(sizes[name])
-    return bytes(out.ljust(_padded(len(out)), b"\0"))
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
-
-
-def _string(text: str) -> bytes:
-    raw = text.encode()
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def _value(value: Any) -> bytes:
-    """Type number and value: bool, u32, f32, string, or an array of i32, f32 or strings, as tokenizers have them."""
-    if isinstance(value, bool):
-        return struct.pack("<I?", 7, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _string(value)
-    if all(isinstance(part, str) for part in value):
-        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
-    number, form = (6, "<f4") if any(isinstance(part, float) for part in value) else (5, "<i4")
-    return struct.pack("<IIQ", 9, number, len(value)) + np.array(value, form).tobytes()
-
-
-def draw(rng: np.random.Generator, weight_type: str, extent: tuple[int, ...]) -> Iterator[U8]:
-    """A tensor's bytes in chunks: ones for a norm, else random blocks whose rows have length near 1."""
-    if weight_type == "F32":
-        yield np.ones(extent, "<f4").view(np.uint8)
-        return
-    kind = _TYPES[weight_type]
-    num_blocks = int(np.prod(extent)) // kind.block
-    for start in range(0, num_blocks, CHUNK_BYTES // kind.block_bytes):
-        count = min(CHUNK_BYTES // kind.block_bytes, num_blocks - start)
-        yield draw_blocks(rng, weight_type, count, extent[-1] ** -0.5).reshape(-1)
-
-
-def draw_blocks(rng: np.random.Generator, weight_type: str, count: int, std: float) -> U8:
-    """(count, bytes of a block): random levels, scaled so that the weights' root mean square is `std`.
-
-    Levels need not be centred on 0: a sign for each block takes the mean away, which would add up from layer to layer.
-    """
-    block_bytes = _TYPES[weight_type].block_bytes
-    blocks = np.frombuffer(rng.bytes(count * block_bytes), np.uint8).reshape(count, block_bytes).copy()
-    signs = 1.0 - 2.0 * rng.integers(0, 2, (count, 1))
-    _set_scales(blocks, weight_type, std / _size_at_scale_1(weight_type) * signs)
-    return blocks
-
-
-def _set_scales(blocks: U8, weight_type: str, scales: npt.NDArray[np.floating]) -> None:
-    """Writes a block's scale, and its minimum where it has one, (count, 1)."""
-    for at in _HALVES[weight_type]:
-        blocks[:, at : at + 2] = scales.astype("<f2").view(np.uint8)
-
-
-@cache
-def _size_at_scale_1(weight_type: str) -> float:
-    """Root mean square of random weights of a type whose scales are 1."""
-    block = _TYPES[weight_type]
-    blocks = np.random.default_rng(0).integers(0, 256, (4096, block.block_bytes), np.uint8)
-    _set_scales(blocks, weight_type, np.ones((len(blocks), 1)))
-    weights = quant.dequantise(RawTensor("", (len(blocks), block.block), weight_type, blocks.reshape(-1)))
-    return float(np.sqrt(np.mean(np.square(weights, dtype=np.float64))))
 
 
 def main(arguments: list[str] | None = None) -> int:
