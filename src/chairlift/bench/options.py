@@ -1,4 +1,4 @@
-"""Makes the options of a command from dataclasses, so that type, default and help of each stand in one place.
+"""Makes the options of a command from dataclasses, so that type, default and help of each are in one place.
 
     @dataclass
     class WorkOptions:                                            @app.command()

@@ -38,7 +38,7 @@ _COLUMNS = (
 
 
 def report(run: KernelCommand) -> Report:
-    """All that was measured until now."""
+    """Everything that was measured so far."""
     tables = [_ceilings(run.ceilings)] if run.ceilings else []
     for kind, title in _TITLES.items():
         rows = [_row(timing, run.ceilings) for timing in run.timings if timing.kind == kind]
@@ -71,7 +71,7 @@ def _ceilings(ceilings: Ceilings) -> Table:
 
 
 def _row(timing: KernelTiming, ceilings: Ceilings | None) -> list[Cell]:
-    """One line. Nothing is left of a link that took no longer than what stands around it."""
+    """One row. Its figures are unknown if the chain took no longer than the same chain without links."""
     known = timing.seconds > 0
     read = timing.read_bytes / timing.seconds if known else None
     done = timing.operations / timing.seconds if known and timing.unit else None

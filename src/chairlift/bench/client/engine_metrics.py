@@ -115,7 +115,7 @@ async def scrape(client: Client) -> MetricsSnapshot:
 def parse(text: str) -> MetricsSnapshot:
     """The values of the three servers' metrics in a page of the Prometheus text format.
 
-    A malformed page gives those that stand before its fault.
+    A malformed page gives the values before its fault.
     """
     snapshot = MetricsSnapshot({}, {})
     with contextlib.suppress(ValueError, KeyError):

@@ -92,14 +92,14 @@ class Target:
     @property
     def one_stream_ceiling(self) -> float | None:
         """Tokens/s that memory allows one stream: bandwidth / bytes read for a token. None if the server tells none."""
-        told = self.card.get("one_stream_ceiling_tokens_per_s")
-        return float(told) if isinstance(told, int | float) and told > 0 else None
+        rate = self.card.get("one_stream_ceiling_tokens_per_s")
+        return float(rate) if isinstance(rate, int | float) and rate > 0 else None
 
     def output_ceiling(self, in_flight: float) -> float | None:
         """Tokens/s of all running streams, each at the ceiling of one. A request that waits for a slot adds nothing."""
         limits = self.card.get("limits")
-        told = limits.get("max_num_seqs") if isinstance(limits, dict) else None
-        running = min(in_flight, told if isinstance(told, int) else math.inf)
+        slots = limits.get("max_num_seqs") if isinstance(limits, dict) else None
+        running = min(in_flight, slots if isinstance(slots, int) else math.inf)
         return None if self.one_stream_ceiling is None else self.one_stream_ceiling * running
 
 

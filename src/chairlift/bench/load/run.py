@@ -60,7 +60,7 @@ class LoadResult:
         return None if tpot is None or not tpot.p50 else 1 / tpot.p50
 
     def notes(self) -> list[str]:
-        """What somebody who repeats the run must know."""
+        """What is needed to repeat the run."""
         warm_up, workload = self.window.warm_up, self.spec.workload
         lengths = f"prompts of {workload.prompt} tokens, answers of {workload.output}"
         if workload.trace:
@@ -168,7 +168,7 @@ class LoadRun:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One run of a command: the number of its server, its load, and what stands before its name in the progress."""
+    """One run of a command: the number of its server, its load, and a label for the progress display."""
 
     server: int
     spec: LoadSpec

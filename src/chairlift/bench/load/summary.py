@@ -180,9 +180,9 @@ def summarise(window: Window, slo: Slo | None = None) -> LoadSummary:
 
 
 def _cache_hit_rate(samples: Sequence[Sample]) -> float | None:
-    told = [(s.num_cached_tokens, s.num_prompt_tokens) for s in samples if s.num_cached_tokens is not None]
-    total = sum(prompt or 0 for _, prompt in told)
-    return sum(cached or 0 for cached, _ in told) / total if total else None
+    counted = [(s.num_cached_tokens, s.num_prompt_tokens) for s in samples if s.num_cached_tokens is not None]
+    total = sum(prompt or 0 for _, prompt in counted)
+    return sum(cached or 0 for cached, _ in counted) / total if total else None
 
 
 def _growth(e2e: Sequence[float]) -> float | None:

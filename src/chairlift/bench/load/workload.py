@@ -97,7 +97,7 @@ class TokenCalibration:
     """Tokens of a prompt = overhead + tokens_per_word x words, as the server counts them."""
 
     tokens_per_word: float = 1.0
-    overhead: float = 0.0  # tokens of the chat template, which stands in every prompt
+    overhead: float = 0.0  # tokens of the chat template, which is in every prompt
     is_measured: bool = False
 
     @classmethod

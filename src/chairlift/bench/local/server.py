@@ -1,7 +1,7 @@
 """A server that a measurement starts: `chairlift serve` as a process of its own, and what its log says.
 
     start ──> "serving on http://..." ──> measure ──> SIGTERM ──> a short drain ──> gone
-                                             └── whatever happens, Ctrl-C too ──────────┘
+                                             └── also after an error or Ctrl-C ─────────┘
 
 The server gets only the settings that are named here, and none of the environment's CHAIRLIFT_ variables. It runs in a
 session of its own, so that a Ctrl-C reaches the measurement alone, which then ends the server.

@@ -1,7 +1,7 @@
 """Charts as inline SVG, drawn by matplotlib without a display.
 
-Ink is drawn in one colour that becomes `currentColor` in the SVG, so that a page's dark mode reaches axes and text;
-series have middle tones that stand out on white and on black. Equal charts make equal bytes: no dates, no random ids.
+Axes and text have one colour that becomes `currentColor` in the SVG, so that a page's dark mode changes it. Series have
+middle tones, which are visible on white and on black. Equal charts make equal bytes: no dates, no random ids.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LINES = ("-", "--", "-.", ":")
 _SPANS = {"queued": "#9aa0a8", "prefill": "#e08a00", "decode": "#3987e5", "held": "#a070d8", "failed": "#d9534f"}
 
 _MAX_CDF_POINTS = 400
-"""A curve of five thousand gaps looks the same with four hundred."""
+"""A curve of 5,000 gaps looks the same with 400 points."""
 _MAX_LANES = 120
-"""More rows than this are a texture."""
+"""A reader cannot tell more rows apart."""
 _WIDTH_IN = 7.6
 
 
@@ -38,7 +38,7 @@ def svg(chart: Chart, place: int) -> str:
     written = io.BytesIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with mpl.rc_context(_style(place)), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # the reader's browser has the fonts that we lack
+        warnings.filterwarnings("ignore", message="Glyph")  # the browser may have fonts that this machine lacks
         figure(chart).savefig(written, format="svg", metadata=nothing, transparent=True)
     text = written.getvalue().decode("utf-8", errors="replace")
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
@@ -67,7 +67,7 @@ def _style(place: int) -> dict[Any, Any]:
 
 
 def figure(chart: Chart) -> Figure:
-    """The drawing; its title is left to the page."""
+    """The drawing without a title, which the page has."""
     from matplotlib.figure import Figure
 
     shown = min(len(chart.lanes), _MAX_LANES)
@@ -129,7 +129,7 @@ def _bars(axes: Axes, chart: Chart) -> None:
         bars = axes.bar(at, list(map(float, series.y)), width * 0.92, label=clean(series.name), color=colour)
         axes.bar_label(bars, [number(float(y)) for y in series.y], padding=2, fontsize=8)
     axes.set_xticks(range(len(names)), [clean(name) for name in names])
-    axes.margins(y=0.12)  # room for the numbers on top
+    axes.margins(y=0.12)  # room for the numbers above the bars
     axes.grid(visible=False, axis="x")
 
 
