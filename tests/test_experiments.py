@@ -1,4 +1,4 @@
-"""The page of experiments and the script that measures it: names that agree, ranges, markers, and a trial of each."""
+"""The page of experiments and the script that measures it: names that agree, ranges, markers, and a run of each."""
 
 from __future__ import annotations
 

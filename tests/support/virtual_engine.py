@@ -1,6 +1,6 @@
-"""Engines with known answers for the load generator, under virtual time: no sockets, no chance but a seeded one.
+"""Engines with known answers for the load generator, in virtual time: without sockets, and with seeded chance only.
 
-An engine is an `SendRequest`: (request, when it was due) -> Sample. Its samples are what a client would have seen.
+An engine is a `SendRequest`: (request, when it was due) -> Sample. Its samples are what a client would have seen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class VirtualEngine:
     num_cached: int | None = None
     retry_after_s: float | None = None
     pace: Callable[[int], float] = lambda _: 1.0
-    """Number of the request -> by what its times are stretched."""
+    """Number of the request -> factor of its times."""
     asked: list[PlannedRequest] = field(default_factory=list)
     most_at_once: int = 0
     _at_once: int = 0

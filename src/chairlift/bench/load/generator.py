@@ -321,8 +321,8 @@ class LoadGenerator:
 
     def _warm(self, user: int, sample: Sample) -> None:
         self._steadiness.ended(user, sample.e2e_s)
-        wanted = self._limits.warmup
-        if self._steadiness.is_over if wanted is None else len(self._others) >= wanted:
+        warmup = self._limits.warmup
+        if self._steadiness.is_over if warmup is None else len(self._others) >= warmup:
             self._begin_s = self._now()
 
     def _is_complete(self) -> bool:

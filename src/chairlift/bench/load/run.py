@@ -130,7 +130,7 @@ class LoadRun:
         if not isinstance(arrivals, ClosedLoop) or arrivals.users == 1 or self._spec.workload.trace:
             return
         self._progress.at(0, None, f"{self._label}{arrivals}: asking once")
-        workload = replace(self._spec.workload, salt=self._spec.workload.salt + "/scout")
+        workload = replace(self._spec.workload, salt=self._spec.workload.salt + "/probe")
         sample = await self._send(workload.request(0), None)
         spread_s = arrivals.think_s + sample.ended_s - sample.started_s
         self._spec = replace(self._spec, limits=replace(self._spec.limits, spread_s=spread_s))
@@ -206,7 +206,7 @@ async def calibrate(client: Client, spec: LoadSpec) -> TokenCalibration:
     """How many tokens the server counts for a word, from two short requests. Raises BenchError if one fails."""
     counted = []
     for num_words in CALIBRATION_WORDS:
-        prompt = spec.workload.text(f"gauge {num_words}", num_words)
+        prompt = spec.workload.text(f"calibration {num_words}", num_words)
         sample = await client.ask(GenerationRequest(prompt, 1))
         if sample.failure is not None:
             raise BenchError(

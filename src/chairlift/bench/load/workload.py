@@ -177,11 +177,11 @@ class Workload:
                 text = f"{self.text('trace', NUM_SALT_WORDS)}\n{row.prompt}" if self.salt else row.prompt
             return PlannedRequest(index, text, row.prompt_tokens, row.output_tokens, row.at_s)
         rng = random.Random(f"{self.seed}/{index}")
-        wanted, output, begin = self.prompt.draw(rng), self.output.draw(rng), ""
+        length, output, begin = self.prompt.draw(rng), self.output.draw(rng), ""
         if self.prefix is not None and rng.random() < self.prefix.share:
             begin = self.text("prefix", max(1, round(self.prefix.tokens / self.calibration.tokens_per_word))) + " "
-        rest = self.calibration.words(wanted - len(begin.split()) * self.calibration.tokens_per_word)
-        return PlannedRequest(index, begin + self.text(str(index), rest), wanted, output)
+        rest = self.calibration.words(length - len(begin.split()) * self.calibration.tokens_per_word)
+        return PlannedRequest(index, begin + self.text(str(index), rest), length, output)
 
     def text(self, what: str, num_words: int) -> str:
         """So many words. The salt and `what`, the purpose of the text, decide which."""
