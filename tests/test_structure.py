@@ -22,6 +22,7 @@ NATIVE = sorted(
     path for path in [*PACKAGE.glob("native/**/*"), *ROOT.glob("tests/native/*")] if path.suffix in (".h", ".cpp")
 )
 TESTS = sorted(ROOT.glob("tests/**/*.py"))
+EXPERIMENTS = sorted(ROOT.glob("experiments/**/*.py"))
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -35,8 +36,20 @@ IMPURE_ENGINE = {
 STEP_PATH = ("engine", "scheduler", "request", "step", "blocks", "prefix_cache", "batch", "runner")
 """What one reads to understand a step."""
 
-BENCH_WITHOUT_SERVER = {"bench.shapes", "bench.chains", "bench.kernels"}
-"""What measures no server: models to measure with, and the kernels."""
+BENCH_ROOMS = {
+    "client": set(),
+    "report": set(),
+    "load": {"client", "report"},
+    "streaming": {"client", "report", "load"},
+    "local": {"client", "report"},
+}
+"""The rooms of the bench, and those that each may import."""
+PURE_BENCH = {
+    "client": {"dialect", "sample", "target", "wire"},
+    "report": {"stats"},
+    "load": {"arrivals", "doubts", "goodput", "summary", "workload"},
+    "streaming": {"buffering"},
+}
 
 
 def name_of(path: Path) -> str:
@@ -112,18 +125,38 @@ def test_the_server_sees_the_engine_through_its_front_door() -> None:
 
 def test_the_bench_and_the_server_do_not_know_each_other() -> None:
     """A measuring tool that measures from the inside, or a server that loads its measuring tool."""
-    outside = (path for path in within("bench") if name_of(path) not in BENCH_WITHOUT_SERVER)
-    assert offences(outside, "server|engine|kernels|models|boot|httptools|uvicorn|starlette") == []
-    others = (path for path in MODULES if name_of(path).split(".")[0] not in ("bench", "cli"))
-    assert offences(others, "bench|aiohttp|httpx|matplotlib") == []
+    banned = "server|engine|kernels|models|boot|httptools|uvicorn|starlette"
+    assert offences(within("bench"), banned) == []
+    assert offences(iter(EXPERIMENTS), banned) == []
+    others = (path for path in MODULES if name_of(path).split(".")[0] not in ("bench", "microbench", "cli"))
+    assert offences(others, "bench|microbench|experiments|aiohttp|httpx|matplotlib") == []
+
+
+def test_the_rooms_of_the_bench_import_in_one_direction() -> None:
+    """Rooms that import in a circle are one room with walls in it."""
+    assert {path.parent.name for path in within("bench")} == {"bench", *BENCH_ROOMS}
+    for room, seen in BENCH_ROOMS.items():
+        inside = (path for path in within("bench") if name_of(path).startswith(f"bench.{room}"))
+        others = sorted({*BENCH_ROOMS, "cli"} - {room} - seen)
+        assert offences(inside, f"bench\\.({'|'.join(others)})|microbench") == []
+    assert offences((path for path in MODULES if name_of(path) == "bench.options"), "bench|microbench") == []
+
+
+def test_the_micro_benchmarks_know_no_server() -> None:
+    """Figures of kernels with a scheduler's or a connection's time in them."""
+    assert offences(within("microbench"), "server|engine|boot|aiohttp|bench\\.(client|load|local|streaming|cli)") == []
+    callers = (path for path in MODULES if name_of(path).split(".")[0] != "microbench" and name_of(path) != "bench.cli")
+    assert offences(callers, "microbench") == []
 
 
 def test_the_figures_of_the_bench_are_pure() -> None:
     """Statistics that read a clock or a socket have no exact tests, and a workload that does cannot be repeated."""
-    pure = (
-        path for path in within("bench") if name_of(path).split(".")[-1] in ("workload", "stats", "checks", "sample")
-    )
-    assert offences(pure, "asyncio|time|datetime|os|socket|aiohttp|secrets") == []
+    names = {f"bench.{room}.{module}" for room, modules in PURE_BENCH.items() for module in modules}
+    pure = [path for path in within("bench") if name_of(path) in names]
+    assert len(pure) == len(names)
+    banned = "asyncio|time|os|socket|aiohttp|secrets"
+    assert offences(iter(pure), banned) == []
+    assert offences((path for path in pure if path.stem != "dialect"), "datetime") == []
 
 
 def test_names_mean_one_thing() -> None:
@@ -138,7 +171,7 @@ def test_nothing_imports_the_command_line() -> None:
     assert offences((path for path in MODULES if name_of(path) != "__main__"), "cli|__main__") == []
 
 
-@pytest.mark.parametrize("path", MODULES + NATIVE + TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", MODULES + NATIVE + TESTS + EXPERIMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_stay_short(path: Path) -> None:
     """A file that nobody reads to its end."""
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
@@ -148,7 +181,7 @@ def test_functions_stay_short() -> None:
     """A schedule() of a thousand lines begins with one of sixty-one."""
     long = [
         f"{path.relative_to(ROOT)}: {node.name} has {(node.end_lineno or 0) - node.lineno + 1} lines"
-        for path in MODULES + TESTS
+        for path in MODULES + TESTS + EXPERIMENTS
         for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
@@ -160,7 +193,7 @@ def test_no_globals_and_one_reader_of_the_environment() -> None:
     """State that two servers in one process would share; settings that --help does not know."""
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in MODULES
+        for path in MODULES + EXPERIMENTS
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Global)
         or (
@@ -175,7 +208,7 @@ def test_no_globals_and_one_reader_of_the_environment() -> None:
 def test_notes_to_self_have_an_issue() -> None:
     """A TODO that is never done because nobody owns it."""
     pattern = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!.*#\d+)")
-    files = [path for path in MODULES + NATIVE + TESTS if path != Path(__file__)]
+    files = [path for path in MODULES + NATIVE + TESTS + EXPERIMENTS if path != Path(__file__)]
     wrong = [
         str(path) for path in files for line in path.read_text(encoding="utf-8").splitlines() if pattern.search(line)
     ]

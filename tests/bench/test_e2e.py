@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from chairlift.bench.client import Client, Target, discover
-from chairlift.bench.sample import EventKind, Sample
+from chairlift.bench.client.client import Client
+from chairlift.bench.client.connect import discover
+from chairlift.bench.client.sample import EventKind, Sample
+from chairlift.bench.client.target import GenerationRequest, Target
 from support.server_process import Server, serving
 
 TinyGGUF = Callable[..., Path]
@@ -65,7 +67,7 @@ def test_stamps_are_asked_for_and_read(server: Server) -> None:
     async def ask() -> Sample:
         async with Client(Target(server.url)) as client:
             await discover(client)
-            return await client.ask("Hello", 32, has_stamps=True)
+            return await client.ask(GenerationRequest("Hello", 32, has_stamps=True))
 
     sample = asyncio.run(ask())
     assert sample.failure is None

@@ -1,9 +1,9 @@
-"""A server that plays a script of (delay, bytes), and a loop whose clock jumps: every time is known to the digit.
+"""A server that plays a script of (delay, bytes), and an event loop whose clock jumps, so that every time is exact.
 
-run_virtual(test(...))         an event loop that never waits: where it would, its clock jumps to the next timer
-MockLLM(answer)                answers each request by its number and JSON; over a Unix socket, so that bytes are there
-                               at once and no thread, network or machine has a say in when
-sse(...), chat(...), whole()   bytes of answers
+run_virtual(test(...))         an event loop that never waits: its clock jumps to the next timer instead
+MockLLM(answer)                answers each request by its number and JSON, over a Unix socket, so that bytes arrive at
+                               once and no thread, network or machine changes when
+sse(...), delta(...), whole()  bytes of answers
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from chairlift.bench.client import Client, Clock, Target
+from chairlift.bench.client.client import Client, Clock
+from chairlift.bench.client.target import Target
 
 Script = Sequence[tuple[float, bytes]]
 """What is sent, each after so many seconds."""
@@ -28,14 +29,14 @@ Script = Sequence[tuple[float, bytes]]
 T = TypeVar("T")
 
 WALL_START_S = 1_700_000_000.0
-"""When virtual time is 0, by the wall clock of everybody in it."""
+"""The wall clock when virtual time is 0."""
 
 
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Waits for nothing: what would have been waited for is added to the clock, in whole microseconds."""
+    """Never waits: it adds the timeout to the clock instead, in whole microseconds."""
 
     now_s = 0.0
 
@@ -43,13 +44,13 @@ class _JumpingSelector(selectors.DefaultSelector):
         ready = super().select(0)
         if ready or timeout == 0:
             return ready
-        assert timeout is not None, "everybody waits for somebody else, for ever"
+        assert timeout is not None, "every task waits for another one, for ever"
         self.now_s = round(self.now_s + max(timeout, 1e-6), 6)
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only while there is nothing to do."""
+    """An event loop whose time passes only while nothing is ready to run."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()

@@ -1,1 +1,6 @@
-"""Measures any server from outside, over HTTP. Knows neither the engine nor the server, and neither imports it."""
+"""Measures servers from outside, over HTTP alone. No part of the server imports this package.
+
+    cli ──> local, streaming ──> load ──> client, report ──> options
+
+A room imports only what stands to its right; client and report do not know each other. A test keeps this true.
+"""

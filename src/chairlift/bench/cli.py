@@ -1,7 +1,7 @@
 """The commands of `chairlift bench`: options and help only, so that --help is instant.
 
-A command is a function `name(shared: Shared, url: Url, ...)` under @app.command() and @with_shared; it imports its
-module and calls `measure(shared.output, work, tell)` (live.py) there.
+A command is a function under @app.command() and @with_options. Its parameters are its own options and dataclasses of
+options (options.py). It imports its module and calls `measure(files, measurement)` (report/measure.py).
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from typing import Annotated
 
 import typer
 
-from chairlift.bench.live import Shared, measure, with_output, with_shared
-from chairlift.bench.options import ArrivalFlags, WorkFlags, with_arrivals, with_work
-from chairlift.bench.report import Output
+from chairlift.bench.client.target import ConnectOptions
+from chairlift.bench.load.options import ArrivalOptions, WorkOptions
+from chairlift.bench.options import with_options
+from chairlift.bench.report.measure import measure
+from chairlift.bench.report.report import ReportFiles
 
 app = typer.Typer(
     help="Measure a server: any that speaks the OpenAI API, or Ollama's.",
@@ -24,26 +26,27 @@ Url = Annotated[str, typer.Argument(help="Where the server is, like http://127.0
 
 
 @app.command()
-@with_shared
+@with_options
 def stream(
-    shared: Shared,
     url: Url,
+    server: ConnectOptions,
+    files: ReportFiles,
     requests: Annotated[int, typer.Option(min=1, help="Requests of each kind.")] = 20,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 256,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Words of each prompt; about as many tokens.")] = 128,
 ) -> None:
     """Does streaming make it faster? The same work streamed and not, in turns."""
-    from chairlift.bench.stream import StreamRun
+    from chairlift.bench.streaming.stream import StreamCommand
 
-    run = StreamRun(url, shared, requests, tokens, prompt_tokens)
-    measure(shared.output, run.work, run.report)
+    measure(files, StreamCommand(url, server, requests, tokens, prompt_tokens))
 
 
 @app.command()
-@with_shared
+@with_options
 def proxy(
-    shared: Shared,
     url: Url,
+    server: ConnectOptions,
+    files: ReportFiles,
     through: Annotated[
         str | None, typer.Option(metavar="URL", help="The same server through the proxy; URL is then the direct way.")
     ] = None,
@@ -51,16 +54,15 @@ def proxy(
     tokens: Annotated[int, typer.Option(min=32, help="Tokens of each; a large buffer needs many.")] = 400,
 ) -> None:
     """Is something between the server and here gathering the stream, or late to pass it on?"""
-    from chairlift.bench.proxy import ProxyRun
+    from chairlift.bench.streaming.proxy import ProxyCommand
 
-    run = ProxyRun(url, through, shared, requests, tokens)
-    measure(shared.output, run.work, run.report)
+    measure(files, ProxyCommand(url, through, server, requests, tokens))
 
 
 @app.command()
-@with_output
+@with_options
 def batching(
-    output: Output,
+    files: ReportFiles,
     model: Annotated[str | None, typer.Argument(help="As for `serve`.", show_default="smollm2")] = None,
     long: Annotated[int, typer.Option(min=2, help="Tokens of the long answer.")] = 1200,
     short: Annotated[int, typer.Option(min=2, help="Tokens of a one-line answer.")] = 24,
@@ -69,10 +71,9 @@ def batching(
     sizes: Annotated[list[int] | None, typer.Option(min=1, help="Size of a static batch; again for more.")] = None,
 ) -> None:
     """Serial, static and continuous batching on this machine, one server for each: who waits for whom."""
-    from chairlift.bench.batching import SIZES, Batching, Load
+    from chairlift.bench.local.batching import SIZES, BatchingCommand, MixedLoad
 
-    run = Batching(model, Load(long, short, num_short, num_late), sizes or SIZES)
-    measure(output, run.work, run.report)
+    measure(files, BatchingCommand(model, MixedLoad(long, short, num_short, num_late), sizes or SIZES))
 
 
 Urls = Annotated[list[str], typer.Argument(help="Two servers or more; the first is what the others are compared to.")]
@@ -89,14 +90,12 @@ _SPREADS = (
 
 
 @app.command(epilog=f"{_HONEST}{_SPREADS} All of that is in `data`.")
-@with_shared
-@with_work
-@with_arrivals
-def load(shared: Shared, work: WorkFlags, arrivals: ArrivalFlags, url: Url) -> None:
+@with_options
+def load(url: Url, arrivals: ArrivalOptions, work: WorkOptions, server: ConnectOptions, files: ReportFiles) -> None:
     """Latency, stalls, capacity and failures under a load: users who think, a rate, or so many requests at once."""
-    from chairlift.bench import single
+    from chairlift.bench.load import single
 
-    single.load(shared, work.wanted(arrivals.arrivals(work.thinking), arrivals.trace), url)
+    measure(files, single.command(url, server, work.spec(arrivals)))
 
 
 Users = Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of users, ascending.", rich_help_panel="Load")]
@@ -105,13 +104,14 @@ Users = Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of users, a
 @app.command(
     epilog=f"{_HONEST}{_SPREADS} `data.steps` has one such for each number of users; data.knee_users the knee."
 )
-@with_shared
-@with_work
-def steps(shared: Shared, work: WorkFlags, url: Url, users: Users = "1,2,5,10,20") -> None:
+@with_options
+def steps(
+    url: Url, work: WorkOptions, server: ConnectOptions, files: ReportFiles, users: Users = "1,2,5,10,20"
+) -> None:
     """What changes with more people: the same work for 1, 2, 5, 10, 20 users, and the knee beyond which they queue."""
-    from chairlift.bench import steps as module
+    from chairlift.bench.load import steps as module
 
-    module.steps(shared, work.steps(module.parse_users(users)), url)
+    measure(files, module.command(url, server, work.steps(module.parse_users(users))))
 
 
 Rounds = Annotated[int, typer.Option(min=1, max=100, help="Turns of every server.", rich_help_panel="Measuring")]
@@ -121,31 +121,31 @@ Rounds = Annotated[int, typer.Option(min=1, max=100, help="Turns of every server
     epilog=f"{_HONEST}{_SPREADS} `data.servers` has one such for each server and round; data.ratios the ratios of each "
     "round, their median, and whether all rounds agree (is_told_apart)."
 )
-@with_shared
-@with_work
-@with_arrivals
-def compare(shared: Shared, work: WorkFlags, arrivals: ArrivalFlags, urls: Urls, rounds: Rounds = 3) -> None:
+@with_options
+def compare(
+    urls: Urls,
+    arrivals: ArrivalOptions,
+    work: WorkOptions,
+    server: ConnectOptions,
+    files: ReportFiles,
+    rounds: Rounds = 3,
+) -> None:
     """The same work in turns against several servers, round by round; ratios with their spread."""
-    from chairlift.bench import compare as module
-    from chairlift.errors import ConfigError
+    from chairlift.bench.load import compare as module
 
-    if len(urls) < 2:
-        raise ConfigError("compare needs two servers", hint="chairlift bench compare URL URL")
-    wanted = work.wanted(arrivals.arrivals(work.thinking), arrivals.trace)
-    module.compare(shared, wanted, urls, rounds)
+    measure(files, module.command(urls, server, work.spec(arrivals), rounds))
 
 
 @app.command()
-@with_output
+@with_options
 def kernels(
-    output: Output,
+    files: ReportFiles,
     isa: Annotated[list[str] | None, typer.Option(help="Level; again for more.", show_default="all here")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Compute threads.", show_default="as for `serve`")] = None,
     only: Annotated[list[str] | None, typer.Option(help="matmul, attention, rows, sampling; again for more.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, shorter runs.")] = False,
 ) -> None:
     """Each kernel at each instruction set level on this machine, beside what memory and arithmetic units can do."""
-    from chairlift.bench.kernels import KernelRun, wanted
+    from chairlift.microbench.kernels import KernelCommand, kernel_options
 
-    run = KernelRun(wanted(isa, threads, only, quick=quick))
-    measure(output, run.work, run.report)
+    measure(files, KernelCommand(kernel_options(isa, threads, only, quick=quick)))
