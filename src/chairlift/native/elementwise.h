@@ -1,4 +1,4 @@
-// Row functions: everything between the matrix products that is not attention. One call is one row.
+// Loops over the lanes of one row: what stands between the matrix products and is not attention.
 //
 // Each is compiled once per ISA level. All sums run in one fixed order, so that a row's result depends on the row alone.
 #pragma once

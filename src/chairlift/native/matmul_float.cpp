@@ -16,7 +16,7 @@ static_assert(kPanels <= kMostPanels && kRows <= kMostRows);
 
 // How weights and rows of a layout are read: `joined` inputs at a time. Where that is one, `part` is k % 2.
 template <Layout Kind>
-struct Operands {
+struct Elements {
     using Weights = Vec;
     static constexpr int joined = 1;
     static constexpr int element_bytes = Kind == Layout::f32 ? 4 : 2;
@@ -31,7 +31,7 @@ struct Operands {
 };
 
 template <>
-struct Operands<Layout::bf16> {
+struct Elements<Layout::bf16> {
     using Weights = Terms;
     static constexpr int joined = kJoined;
     static constexpr int element_bytes = 2;
@@ -47,7 +47,7 @@ struct Operands<Layout::bf16> {
 // Rows x Panels panels. Every other input, or pair of inputs, has a sum of its own: enough chains to hide latency.
 template <Layout Kind, int Rows, int Panels>
 void float_pass(const MatmulArgs& args, const Pass& pass) {
-    using Op = Operands<Kind>;
+    using Op = Elements<Kind>;
     constexpr int joined = Op::joined;
     constexpr int vectors = Panels * kParts;
     constexpr int to_fetch = Panels * 2 * joined * kPanelRows * Op::element_bytes;
