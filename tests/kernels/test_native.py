@@ -314,7 +314,7 @@ def test_what_is_not_finite_stays_with_its_owner(tiny_gguf: TinyGGUF, backend: N
         model = backend.load(LoadSpec(spec, forward, tensors, KVLayout(4, BLOCK_SIZE, kv), 64))
     tokens = [1, 2, 3, 4, 5]
     clean = whole(model, tokens, [0])
-    # In pieces that end at an odd number of positions too: the last one's neighbour in the block is then stale.
+    # Also in chunks that end at an odd number of positions: the last one's neighbour in the block is then stale.
     for poison, sizes in itertools.product((7, 8), ([5], [1] * 5)):
         result = model.run(make_step([Part([poison] * 16, 0, [1], 1), Part(tokens, 0, [0], 5)]))
         assert result.finite.tolist() == [False] + [True] * 5
@@ -347,8 +347,8 @@ def test_which_rows_need_logits_changes_no_bit(tiny_gguf: TinyGGUF, backend: Nat
     assert (got == expected[rows]).all()
 
 
-def test_more_logit_rows_than_a_tile(tiny_gguf: TinyGGUF, backend: NativeBackend) -> None:
-    """Results of the second tile of 32 rows written over the first, or raw logits given back unasked."""
+def test_more_logit_rows_than_are_sampled_together(tiny_gguf: TinyGGUF, backend: NativeBackend) -> None:
+    """Results of the second 32 rows written over the first, or raw logits given back unasked."""
     model = load(backend, tiny_gguf())
     step = make_step([Part(tokens_of(4, 60), 0, [0, 1, 2, 3], 60)], num_top=3)
     result = model.run(step)

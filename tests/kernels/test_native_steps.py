@@ -166,6 +166,7 @@ def test_a_program_is_checked_as_it_is_recorded() -> None:
         (lambda: record("embed", table=0, out=wide), "no such matrix"),
         (lambda: record("add", a=wide, b=wide), "add lacks its operand out"),
         (lambda: record("add", a=wide, b=1.0, out=wide), "add's operand b is of another kind"),
+        (lambda: record("embed", table=1 << 32, out=wide), "embed's operand table is beyond 31 bits"),
         (lambda: record("add", a=wide, b=wide, scale=2.0, out=wide), "add has no operand scale"),
         (lambda: record("conv", x=wide), "no op conv"),
         (lambda: recording.finish(), "ends with its logits"),

@@ -9,14 +9,16 @@
 // Instructions multiply neighbours and add their products, so rows are interleaved value by value: two rows of K (lanes) and
 // of V (tokens) in bf16, four of K and two of V in int8. Levels of int8 keys are kept with 128 added, as unsigned bytes.
 //
-// bf16: queries, times scale / ln 2, and softmax weights are rounded to bf16 as well; every product is one of two 8-bit
-// significands, summed in f32. int8: a query is rounded to levels by one scale for the head, as a key is, and a score is their
-// exact sum of products times both scales; the weights of a tile, times the values' scales, are rounded to 16 bits by one scale.
+// bf16: queries, times scale / ln 2, and softmax weights are rounded to bf16 as well; products of two 8-bit significands are
+// summed in f32. int8: a query is rounded to levels by one scale for the head, as a key is. A score is their exact sum of
+// products times both scales. The weights of a tile, times the values' scales, are rounded to 16 bits by one scale.
 //
-// A row's result depends on its position alone: scores of tiles of 64 positions counted from position 0, an online softmax
-// from tile to tile, a fresh one every 512 positions (a split), and the splits joined in ascending order; for one row as
-// for many. (In bf16 a weight of 0 times a value that is not finite is NaN: a later row of a chunk that is poisoned spoils
-// earlier ones.) At splits one long context is shared out between threads without changing a bit.
+// A row's result depends on its position alone, for one row as for many. Scores come in tiles of 64 positions, counted from
+// position 0. An online softmax goes from tile to tile, and begins anew every 512 positions: a split. The splits are joined in
+// ascending order. So one long context is shared out between threads, split by split, without changing a bit. A window moves
+// neither tiles nor splits: positions before it are masked, and tiles and splits that no row sees are left out.
+// Masked lanes have a weight of exactly 0. In bf16, 0 times a value that is not finite is NaN: a row of a chunk whose values
+// are not finite spoils the rows beside it that do not see it.
 #pragma once
 
 #include <stddef.h>

@@ -11,19 +11,19 @@
 namespace chairlift::CHAIRLIFT_ISA_NS {
 namespace {
 
-// A bundle of queries meets kWide vectors of K or V at a time. These kMaxBundle * kWide sums, with what goes into them, fill the
-// level's registers: 32 with AVX-512, 16 else.
+// A bundle of queries meets kWide vectors of K or V at a time. Its kMaxBundle * kWide sums and their inputs fill the level's
+// registers: 32 with AVX-512, 16 elsewhere.
 constexpr int kWide = CHAIRLIFT_ISA_LEVEL == 2 ? 4 : 2;
 constexpr int kMaxBundle = CHAIRLIFT_ISA_LEVEL == 0 ? 4 : 6;
 constexpr int kBlockVecs = kBlockTokens / kLanes;  // vectors that hold one lane of a block's keys
 constexpr int kWideBlocks = kWide / kBlockVecs;
 constexpr int kTileBlocks = kTilePositions / kBlockTokens;
 constexpr int kLineBytes = 64;
-constexpr int kParts = 2 / kJoined;  // that a pair is multiplied in
+constexpr int kParts = 2 / kJoined;  // steps that multiply a pair
 constexpr int kKeyZero = 128;        // of int8 keys: the instructions multiply unsigned bytes by signed ones
 constexpr float kInverseLn2 = 1.44269504F;
 constexpr float kMostWord = 32767.0F;
-constexpr float kLeastWeight = 1.17549435e-38F;  // that exp2 gives and is not 0
+constexpr float kLeastWeight = 1.17549435e-38F;  // the least that exp2 gives above 0
 static_assert(kBlockTokens % kLanes == 0 && kTileBlocks % kWideBlocks == 0 && kTilePositions % (2 * kLanes) == 0);
 static_assert(kMaxBundle <= kLanes);
 
@@ -118,8 +118,8 @@ struct State {
 // A tile's records, one per block, and those of the next tile.
 //
 // A processor drops a prefetch when too many are on their way, and the loops of one bundle ask faster than memory answers. So
-// lines are asked for twice: keys of the next tile with this one's keys and again with its values, values with the last tile's
-// values and again with this one's keys. Further bundles find the tile in L1; the last of them asks for the next.
+// each line is asked for twice: keys of the next tile with this tile's keys, and again with its values; values with the last
+// tile's values, and again with this tile's keys. Later bundles find the tile in L1, and the last of them asks for the next tile.
 struct Tile {
     const uint8_t* records[kTileBlocks];
     const uint8_t* next[kTileBlocks];

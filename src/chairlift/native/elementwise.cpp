@@ -32,9 +32,9 @@ void scale(const float* x, const float* weight, float factor, int n, float* out)
     }
 }
 
-// The ranges of some blocks' lanes and 0, each as its largest and its negated smallest lane; NaN when a lane is not finite.
-void find_ranges(const float* x, int blocks, float* tops, float* bottoms) {
-    for (int block = 0; block < blocks; ++block, x += kScaleLanes) {
+// The ranges of some groups' lanes and 0, each as its largest and its negated smallest lane; NaN when a lane is not finite.
+void find_ranges(const float* x, int groups, float* tops, float* bottoms) {
+    for (int group = 0; group < groups; ++group, x += kScaleLanes) {
         Vec top = zero();
         Vec bottom = zero();
         Vec doubt = zero();  // x - x is 0 for a finite x, else NaN
@@ -47,12 +47,12 @@ void find_ranges(const float* x, int blocks, float* tops, float* bottoms) {
         float both[2];
         max_lanes(top, bottom, both);
         const bool finite = at_least(zero(), doubt) == at_least(zero(), zero());
-        tops[block] = finite ? both[0] : NAN;
-        bottoms[block] = finite ? both[1] : NAN;
+        tops[group] = finite ? both[0] : NAN;
+        bottoms[group] = finite ? both[1] : NAN;
     }
 }
 
-// One block's levels; see quant.quantise_rows. Sums of levels below 2^24 are exact in floats.
+// One group's levels; see quant.quantise_rows. Sums of levels below 2^24 are exact in floats.
 template <int kBytes>
 void write_levels(const float* x, float inverse, float offset, const RoundedLanes& out) {
     Vec halves[2] = {zero(), zero()};
@@ -77,25 +77,25 @@ void write_levels(const float* x, float inverse, float offset, const RoundedLane
     *out.sums = out.half_sums[0] + out.half_sums[1];
 }
 
-// Up to kLanes blocks, so that scales, which take divisions, are made for all at once.
+// Up to kLanes groups, so that scales, which take divisions, are made for all at once.
 template <int kBytes>
-void quantise_blocks(const float* x, int blocks, const RoundedLanes& out) {
+void quantise_groups(const float* x, int groups, const RoundedLanes& out) {
     constexpr float kSteps = kBytes == 1 ? 254.0F : 127.0F * 256.0F;  // the largest level of two bytes has 127 and 0
     alignas(64) float tops[kLanes];
     alignas(64) float bottoms[kLanes];
     alignas(64) float inverses[kLanes];
     alignas(64) float offsets[kLanes];
-    find_ranges(x, blocks, tops, bottoms);
-    const Vec top = load(tops, blocks);
-    const Vec bottom = load(bottoms, blocks);
+    find_ranges(x, groups, tops, bottoms);
+    const Vec top = load(tops, groups);
+    const Vec bottom = load(bottoms, groups);
     const Vec width = kBytes == 1 ? top + bottom : max(top, bottom);
     const Vec inverse = splat(kSteps) / width;
-    store(out.scales, width / splat(kSteps), blocks);
+    store(out.scales, width / splat(kSteps), groups);
     store(inverses, inverse);
     store(offsets, kBytes == 1 ? round((top - bottom) * splat(0.5F) * inverse) : zero());
-    for (int b = 0; b < blocks; ++b) {
+    for (int b = 0; b < groups; ++b) {
         const RoundedLanes at{out.q + b * kBytes * kScaleLanes, nullptr, out.offsets + 2 * b, out.sums + b, out.half_sums + 2 * b};
-        // A block that is all zero, or so small that this overflows, or not finite, has levels of 0.
+        // A group that is all zero, or so small that this overflows, or not finite, has levels of 0.
         const bool usable = isfinite(inverses[b]);
         write_levels<kBytes>(usable ? x + b * kScaleLanes : kZeros, usable ? inverses[b] : 0.0F, usable ? offsets[b] : 0.0F, at);
     }
@@ -103,11 +103,11 @@ void quantise_blocks(const float* x, int blocks, const RoundedLanes& out) {
 
 template <int kBytes>
 void quantise(const float* x, int n, const RoundedLanes& out) {
-    const int blocks = n / kScaleLanes;
-    for (int first = 0; first < blocks; first += kLanes) {
+    const int groups = n / kScaleLanes;
+    for (int first = 0; first < groups; first += kLanes) {
         const RoundedLanes at{out.q + first * kBytes * kScaleLanes, out.scales + first, out.offsets + 2 * first, out.sums + first,
                               out.half_sums + 2 * first};
-        quantise_blocks<kBytes>(x + first * kScaleLanes, lanes_left(blocks, first), at);
+        quantise_groups<kBytes>(x + first * kScaleLanes, lanes_left(groups, first), at);
     }
 }
 

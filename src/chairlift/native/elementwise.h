@@ -1,4 +1,4 @@
-// Row functions: everything between the matrix products that is not attention. One call is one row.
+// Loops over the lanes of one row: what stands between the matrix products and is not attention.
 //
 // Each is compiled once per ISA level. All sums run in one fixed order, so that a row's result depends on the row alone.
 #pragma once
@@ -43,7 +43,7 @@ struct ElementwiseKernels {
     // out[i] = x[i] * factor * weight[i]: the rest of an RMS norm. `out` may be `x`.
     void (*scale)(const float* x, const float* weight, float factor, int n, float* out);
 
-    // Rounds n lanes, a multiple of 32, to levels of one byte and of two, as quant.quantise_rows defines it. A block that holds
+    // Rounds n lanes, a multiple of 32, to levels of one byte and of two, as quant.quantise_rows defines it. A group that holds
     // a NaN or an infinity gets a scale that is not finite, so that it shows in the logits.
     void (*quantise[2])(const float* x, int n, const RoundedLanes& out);
 

@@ -12,8 +12,8 @@ namespace chairlift {
 
 // The rows that a matrix multiplies: levels of 8 or 16 bits for layouts of levels, bf16 for bf16, f32 for the others.
 //
-// A level of one byte is a signed byte plus its block's offset. A level of two is 256 * high + low with both in int8, so that
-// 8-bit dot products do the work of 16-bit ones: each block of 32 lanes is 32 high bytes, then 32 low bytes.
+// A level of one byte is a signed byte plus its group's offset. A level of two is 256 * high + low with both in int8, so that
+// 8-bit dot products do the work of 16-bit ones: each group of 32 lanes is 32 high bytes, then 32 low bytes.
 struct Activations {
     const float* values = nullptr;      // (rows, stride): f32, or what MatmulFloatKernels::round left
     int64_t stride = 0;                 // lanes from one row of `values` to the next
@@ -21,8 +21,8 @@ struct Activations {
     const int8_t* q = nullptr;          // (rows, cols / 32, bytes, 32)
     const float* scale = nullptr;       // (rows, cols / 32)
     const int16_t* offset = nullptr;    // (rows, cols / 32, 2) twice the same; of levels of one byte
-    const int32_t* sum = nullptr;       // (rows, cols / 32) sum of each block's levels
-    const int32_t* half_sum = nullptr;  // (rows, cols / 16) sum of each half block's levels
+    const int32_t* sum = nullptr;       // (rows, cols / 32) sum of each group's levels
+    const int32_t* half_sum = nullptr;  // (rows, cols / 16) sum of each half group's levels
 };
 
 struct MatmulArgs {

@@ -5,9 +5,9 @@
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
-static constexpr int kTilePanels = 1;
+static constexpr int kPassPanels = 1;
 // What fits 16 registers, and what spills but costs less than a second pass over the weights.
-static constexpr TileRows kTileRows[] = {
+static constexpr PassRows kPassRows[] = {
     {3, 4},  // levels of one byte: 6 chains + 6 sums + 2 weights
     {2, 3},  // of two: 8 chains + 4 sums + 2 weights + 2 activations
 };
@@ -84,7 +84,7 @@ CHAIRLIFT_INLINE Ints dot4(Ints sum, __m256i w, Ints four) {
 }
 CHAIRLIFT_INLINE Ints in_full(const Ints& sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 
-// Levels of one row's block in 16 bits, whatever they had, the inputs 4 j and 4 j + 2 side by side, and so 4 j + 1 and 4 j + 3.
+// Levels of one row's group in 16 bits, whatever they had, the inputs 4 j and 4 j + 2 side by side, and so 4 j + 1 and 4 j + 3.
 struct Words {
     alignas(32) int16_t even[kScaleLanes / 2];
     alignas(32) int16_t odd[kScaleLanes / 2];

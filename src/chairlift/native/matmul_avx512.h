@@ -5,9 +5,9 @@
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
-static constexpr int kTilePanels = 2;
+static constexpr int kPassPanels = 2;
 // What fits 32 registers, and what spills but costs less than a second pass over the weights.
-static constexpr TileRows kTileRows[] = {
+static constexpr PassRows kPassRows[] = {
     {6, 8},  // levels of one byte: 12 chains + 12 sums + 4 weights
     {4, 6},  // of two: 16 chains + 8 sums + 4 weights + 2 activations
 };

@@ -1,4 +1,4 @@
-// One group of weights times a tile of rows by 8-bit dot products, for the instruction sets that have them.
+// One group of weights times a pass's rows by 8-bit dot products, for the instruction sets that have them.
 //
 // matmul_<level>.h gives the vectors: Ints, zero_ints, load_pair (weights as unsigned bytes: all that a layout must bring),
 // four_of, dot4, in_full, add_bytes, pair_sums, dot2.
@@ -17,7 +17,7 @@ CHAIRLIFT_INLINE Ints add_weights(Ints total, const Pair& w) {
 
 // dots[r][v] = sum over pairs [First, First + Pairs) of the group of w * level, per output, exact.
 //
-// Inputs outside, rows inside: a tile has rows x vectors x bytes chains of dot products, enough to hide their latency, and
+// Inputs outside, rows inside: a pass has rows x vectors x bytes chains of dot products, enough to hide their latency, and
 // each activation that is loaded meets all vectors. Offsets of levels of one byte meet the weights' sum.
 template <LevelShape Shape, int Bytes, int First, int Pairs, int Rows, int Vectors>
 CHAIRLIFT_INLINE void multiply_pairs(const Group& group, const GroupRows& rows, Ints (&dots)[Rows][Vectors]) {

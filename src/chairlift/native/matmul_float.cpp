@@ -2,7 +2,7 @@
 #include <utility>
 
 #include "matmul.h"
-#include "matmul_tiles.h"
+#include "matmul_passes.h"
 #include "simd_bf16.h"
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
@@ -16,7 +16,7 @@ static_assert(kPanels <= kMostPanels && kRows <= kMostRows);
 
 // How weights and rows of a layout are read: `joined` inputs at a time. Where that is one, `part` is k % 2.
 template <Layout Kind>
-struct Operands {
+struct Elements {
     using Weights = Vec;
     static constexpr int joined = 1;
     static constexpr int element_bytes = Kind == Layout::f32 ? 4 : 2;
@@ -31,7 +31,7 @@ struct Operands {
 };
 
 template <>
-struct Operands<Layout::bf16> {
+struct Elements<Layout::bf16> {
     using Weights = Terms;
     static constexpr int joined = kJoined;
     static constexpr int element_bytes = 2;
@@ -46,14 +46,14 @@ struct Operands<Layout::bf16> {
 
 // Rows x Panels panels. Every other input, or pair of inputs, has a sum of its own: enough chains to hide latency.
 template <Layout Kind, int Rows, int Panels>
-void float_tile(const MatmulArgs& args, const Tile& tile) {
-    using Op = Operands<Kind>;
+void float_pass(const MatmulArgs& args, const Pass& pass) {
+    using Op = Elements<Kind>;
     constexpr int joined = Op::joined;
     constexpr int vectors = Panels * kParts;
     constexpr int to_fetch = Panels * 2 * joined * kPanelRows * Op::element_bytes;
     const MatrixView& m = args.weights;
-    const uint8_t* const base = m.data + tile.panel * m.panel_bytes;
-    const float* x = args.x.values + tile.row * args.x.stride;
+    const uint8_t* const base = m.data + pass.panel * m.panel_bytes;
+    const float* x = args.x.values + pass.row * args.x.stride;
     Vec sums[2][Rows][vectors];
     for (auto& chain : sums) {
         for (auto& row_sums : chain) {
@@ -73,7 +73,7 @@ void float_tile(const MatmulArgs& args, const Tile& tile) {
     };
     int64_t k = 0;
     for (; k + 2 * joined <= m.cols; k += 2 * joined) {
-        if (tile.next != nullptr) fetch<to_fetch>(tile.next + k / (2 * joined) * to_fetch);
+        if (pass.next != nullptr) fetch<to_fetch>(pass.next + k / (2 * joined) * to_fetch);
         add_inputs(k, 0);
         add_inputs(k + joined, 1);
     }
@@ -81,38 +81,38 @@ void float_tile(const MatmulArgs& args, const Tile& tile) {
     if (k + joined < m.cols) add_inputs(k + joined, 1);
     for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < vectors; ++v) {
-            finish(args, tile.row + r, tile.panel * kPanelRows + v * kLanes, sums[0][r][v] + sums[1][r][v]);
+            finish(args, pass.row + r, pass.panel * kPanelRows + v * kLanes, sums[0][r][v] + sums[1][r][v]);
         }
     }
 }
 
 template <Layout Kind, int Panels, int... Is>
-constexpr void float_tiles(TileFn* tiles, std::integer_sequence<int, Is...>) {
-    ((tiles[Is] = float_tile<Kind, Is + 1, Panels>), ...);
+constexpr void float_passes(PassFn* passes, std::integer_sequence<int, Is...>) {
+    ((passes[Is] = float_pass<Kind, Is + 1, Panels>), ...);
 }
 
 template <Layout Kind>
-constexpr Tiles float_tiles() {
-    Tiles made{{}, kPanels, {kRows, kRows}};
-    float_tiles<Kind, 1>(made.run[0], std::make_integer_sequence<int, kRows>());
-    float_tiles<Kind, kPanels>(made.run[kPanels - 1], std::make_integer_sequence<int, kRows>());
+constexpr Passes float_passes() {
+    Passes made{{}, kPanels, {kRows, kRows}};
+    float_passes<Kind, 1>(made.run[0], std::make_integer_sequence<int, kRows>());
+    float_passes<Kind, kPanels>(made.run[kPanels - 1], std::make_integer_sequence<int, kRows>());
     return made;
 }
 
 template <Layout Kind>
-constexpr Tiles kTiles = float_tiles<Kind>();
+constexpr Passes kPasses = float_passes<Kind>();
 
-const Tiles& tiles_for(Layout layout) {
+const Passes& passes_for(Layout layout) {
     switch (layout) {
-        case Layout::f16: return kTiles<Layout::f16>;
-        case Layout::bf16: return kTiles<Layout::bf16>;
-        default: return kTiles<Layout::f32>;
+        case Layout::f16: return kPasses<Layout::f16>;
+        case Layout::bf16: return kPasses<Layout::bf16>;
+        default: return kPasses<Layout::f32>;
     }
 }
 
 void run(const MatmulArgs& args, int64_t begin, int64_t end) {
     const int64_t lane_bytes = args.weights.layout == Layout::bf16 ? sizeof(Factor) : sizeof(float);
-    run_tiles(tiles_for(args.weights.layout), args, args.weights.cols * lane_bytes, begin, end);
+    run_passes(passes_for(args.weights.layout), args, args.weights.cols * lane_bytes, begin, end);
 }
 
 void round(const float* x, int first, int n, float* row) {

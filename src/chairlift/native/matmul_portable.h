@@ -7,8 +7,8 @@
 
 namespace chairlift::CHAIRLIFT_ISA_NS {
 
-static constexpr int kTilePanels = 1;
-static constexpr TileRows kTileRows[] = {{4, 4}, {4, 4}};  // of levels of one byte and of two
+static constexpr int kPassPanels = 1;
+static constexpr PassRows kPassRows[] = {{4, 4}, {4, 4}};  // of levels of one byte and of two
 
 // Half of each 64-byte vector of a group: 8 outputs x 4 inputs side by side.
 static constexpr int kHalf = 4 * kLanes;

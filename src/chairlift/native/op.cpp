@@ -29,6 +29,12 @@ template double Operands::get<double>(const char*);
 template std::vector<double> Operands::get<std::vector<double>>(const char*);
 template std::string Operands::get<std::string>(const char*);
 
+int Operands::integer(const char* name) {
+    const auto value = get<int64_t>(name);
+    if (value == static_cast<int>(value)) return static_cast<int>(value);
+    throw std::invalid_argument("cannot record: " + op_ + "'s operand " + name + " is beyond 31 bits");
+}
+
 void Operands::check_all_taken() const {
     if (!values_.empty()) throw std::invalid_argument("cannot record: " + op_ + " has no operand " + values_.begin()->first);
 }

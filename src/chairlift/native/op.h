@@ -31,7 +31,7 @@ public:
 
     // All throw std::invalid_argument, naming op and operand, when it is missing or of another kind.
     Lanes lanes(const char* name) { return get<Lanes>(name); }
-    int integer(const char* name) { return static_cast<int>(get<int64_t>(name)); }
+    int integer(const char* name);
     float real(const char* name) { return static_cast<float>(get<double>(name)); }
     std::vector<double> reals(const char* name) { return get<std::vector<double>>(name); }
     std::string text(const char* name) { return get<std::string>(name); }

@@ -1,7 +1,7 @@
 // A fixed set of threads that share out numbered chunks of one job at a time.
 //
-// Owns the threads and the hand-out of chunks; knows nothing of what a chunk does. Chunks go to whoever comes next, so a
-// thread that lost its core to a neighbour delays only the chunk it holds. Waiting is a brief spin, then a park.
+// Owns the threads and the hand-out of chunks; knows nothing of what a chunk does. A thread takes the next chunk when it is
+// free, so one that lost its core to a neighbour delays only the chunk it holds. Waiting is a brief spin, then a park.
 #pragma once
 
 #include <atomic>
@@ -58,7 +58,7 @@ private:
     alignas(64) Signal bell_;        // rung once per job, and to stop; parked threads wait on it
     std::atomic<bool> stop_{false};
     std::atomic<bool> failed_{false};
-    std::exception_ptr error_;  // written by whoever set failed_, read by the caller after unfinished_ fell to 0
+    std::exception_ptr error_;  // written by the thread that set failed_, read by the caller after unfinished_ fell to 0
     std::mutex turn_;           // one job at a time
     std::vector<std::thread> workers_;
 };

@@ -55,31 +55,31 @@ auto embed(const PackedMatrix& matrix, int64_t row) {
     return out;
 }
 
-// Levels as the model's own quantiser leaves them: their bytes block by block, high ones first, and the sum of each block.
+// Levels as the model's own quantiser leaves them: their bytes group by group, high ones first, and the sum of each group.
 struct Rounded {
     Rounded(const LevelRows& levels, int bytes)
         : q(static_cast<size_t>(bytes) * levels.size()),
           offsets(levels.size() / kScaleLanes * 2),
           sums(levels.size() / kScaleLanes),
           half_sums(2 * sums.size()) {
-        for (size_t block = 0; block < sums.size() && bytes == 1; ++block) {
-            const int16_t* const lanes = levels.data() + block * kScaleLanes;
+        for (size_t group = 0; group < sums.size() && bytes == 1; ++group) {
+            const int16_t* const lanes = levels.data() + group * kScaleLanes;
             const auto [least, most] = std::minmax_element(lanes, lanes + kScaleLanes);
             const int middle = (std::min<int>(*least, 0) + std::max<int>(*most, 0)) / 2;
-            offsets[2 * block] = offsets[2 * block + 1] = static_cast<int16_t>(middle);
+            offsets[2 * group] = offsets[2 * group + 1] = static_cast<int16_t>(middle);
         }
         for (size_t i = 0; i < levels.size(); ++i) {
             const int level = levels.data()[i] - offsets[i / kScaleLanes * 2];
             const int high = bytes == 1 ? 0 : (level + 128) >> 8;
-            int8_t* const block = q.data() + i / kScaleLanes * kScaleLanes * static_cast<size_t>(bytes);
-            block[i % kScaleLanes] = static_cast<int8_t>(high);
-            block[static_cast<size_t>(bytes - 1) * kScaleLanes + i % kScaleLanes] = static_cast<int8_t>(level - 256 * high);
+            int8_t* const to = q.data() + i / kScaleLanes * kScaleLanes * static_cast<size_t>(bytes);
+            to[i % kScaleLanes] = static_cast<int8_t>(high);
+            to[static_cast<size_t>(bytes - 1) * kScaleLanes + i % kScaleLanes] = static_cast<int8_t>(level - 256 * high);
         }
         for (size_t half = 0; half < half_sums.size(); ++half) {
             const int16_t* const lanes = levels.data() + half * kScaleLanes / 2;
             half_sums[half] = std::accumulate(lanes, lanes + kScaleLanes / 2, 0);
         }
-        for (size_t block = 0; block < sums.size(); ++block) sums[block] = half_sums[2 * block] + half_sums[2 * block + 1];
+        for (size_t group = 0; group < sums.size(); ++group) sums[group] = half_sums[2 * group] + half_sums[2 * group + 1];
     }
 
     std::vector<int8_t> q;
@@ -189,7 +189,7 @@ void bind(nb::module_& module) {
     module.def("embed_row", embed, "matrix"_a, "row"_a, "One row of a packed matrix as float32 (cols,).");
     module.def("matmul_rounded", matmul_rounded, "isa"_a, "matrix"_a, "x"_a, "bits"_a, "bias"_a = nb::none(),
                 "residual"_a = nb::none(),
-                "(rows, cols) levels in int16, within 254 and 254 wide a block (8 bits) or within 127 * 256 (16), and their scales -> (rows, matrix.rows).");
+                "(rows, cols) levels in int16, within 254 and 254 wide a group (8 bits) or within 127 * 256 (16), and their scales -> (rows, matrix.rows).");
     module.def("matmul_float", matmul_float, "isa"_a, "matrix"_a, "x"_a, "bias"_a = nb::none(),
                 "residual"_a = nb::none(), "(rows, cols) float32, rounded to bf16 for a bf16 matrix -> (rows, matrix.rows).");
     module.def("reduce_logits", reduce, "isa"_a, "logits"_a, "record"_a, "bias"_a, "seen"_a,

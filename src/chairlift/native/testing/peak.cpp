@@ -33,7 +33,7 @@ CHAIRLIFT_INLINE Bytes add_products(Bytes sum, Bytes a, Bytes b) { return _mm256
 using Bytes = __m256i;
 CHAIRLIFT_INLINE Bytes bytes() { return _mm256_set1_epi8(1); }
 CHAIRLIFT_INLINE Bytes add_products(Bytes sum, Bytes a, Bytes b) {
-    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b));  // widening them to 32 bits can wait for a block's end
+    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b));  // widening them to 32 bits can wait for a group's end
 }
 #else
 struct Bytes {
