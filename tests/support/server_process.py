@@ -59,6 +59,11 @@ class Server:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / 100
 
+    def wake_ups(self) -> int:
+        """How often its threads have gone to sleep so far, and so been woken."""
+        statuses = [path.read_text() for path in Path(f"/proc/{self.process.pid}/task").glob("*/status")]
+        return sum(int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.M)[0]) for status in statuses)
+
     def end(self, timeout_s: float = 20.0) -> int:
         """SIGTERM; the exit status."""
         self.process.send_signal(signal.SIGTERM)

@@ -194,10 +194,15 @@ def test_sigterm_drains(smollm2_path: Path) -> None:
 
 
 def test_idle_server_rests(server: Server) -> None:
-    """Fault: threads that spin or poll while nobody asks anything."""
+    """Fault: threads that poll, or spin, while nobody asks anything.
+
+    uvicorn wakes ten times a second. The share of a processor is bounded loosely: after a sleep, a virtual machine may take
+    ten times as long for the same code (3 ms a wake were seen), and a thread that spins takes all of one.
+    """
     ask(server.client(), QUESTIONS[0])
     time.sleep(0.5)  # what is measured is idleness: nothing to synchronise with
-    before, start = server.cpu_seconds(), time.monotonic()
+    before, wake_ups, start = server.cpu_seconds(), server.wake_ups(), time.monotonic()
     time.sleep(2.0)
-    used = (server.cpu_seconds() - before) / (time.monotonic() - start)
-    assert used < 0.01 + 0.005, "one clock tick of measuring error"
+    seconds = time.monotonic() - start
+    assert (server.wake_ups() - wake_ups) / seconds < 30
+    assert (server.cpu_seconds() - before) / seconds < 0.3
