@@ -196,8 +196,8 @@ def test_sigterm_drains(smollm2_path: Path) -> None:
 def test_idle_server_rests(server: Server) -> None:
     """Fault: threads that poll, or spin, while nobody asks anything.
 
-    uvicorn wakes ten times a second. The share of a processor is bounded loosely: after a sleep, a virtual machine may take
-    ten times as long for the same code (3 ms a wake were seen), and a thread that spins takes all of one.
+    uvicorn wakes ten times a second. The share of a processor is bounded loosely: after a sleep, a virtual machine may
+    take ten times as long for the same code (3 ms a wake were seen), and a thread that spins takes all of one.
     """
     ask(server.client(), QUESTIONS[0])
     time.sleep(0.5)  # what is measured is idleness: nothing to synchronise with
