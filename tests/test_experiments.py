@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from chairlift.errors import ChairliftError
 from experiments import scenarios
 from experiments.page import EXPERIMENTS, app, markdown, merged, tables, written
 from experiments.server import Setup
+from support.async_tests import run
 from support.paths import ROOT
 
 TinyGGUF = Callable[..., Path]
@@ -97,7 +97,7 @@ def test_every_experiment_measures_something(name: str, tiny_gguf: TinyGGUF, tmp
     text = tmp_path / "text.md"
     text.write_text("The rope keeps moving. " * 20)
     setup = Setup(str(tiny_gguf(context=8192)), 0.02, str(text))
-    found = asyncio.run(EXPERIMENTS[name].measure(setup))
+    found = run(EXPERIMENTS[name].measure(setup))
     assert found
     assert all(len(row) == len(table.columns) for table in found for row in table.rows)
     assert merged([found])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from chairlift.bench.client.client import Client
 from chairlift.bench.client.connect import discover
 from chairlift.bench.client.sample import EventKind, Sample
 from chairlift.bench.client.target import GenerationRequest, Target
+from support.async_tests import run
 from support.server_process import Server, serving
 
 TinyGGUF = Callable[..., Path]
@@ -69,7 +69,7 @@ def test_stamps_are_asked_for_and_read(server: Server) -> None:
             await discover(client)
             return await client.ask(GenerationRequest("Hello", 32, has_stamps=True))
 
-    sample = asyncio.run(ask())
+    sample = run(ask())
     assert sample.failure is None
     assert sample.num_output_tokens == 32
     assert all(event.sent_at_s is not None for event in sample.events if event.kind is not EventKind.DONE)

@@ -20,6 +20,7 @@ import chairlift
 from chairlift import config
 from chairlift.server import process, service
 from chairlift.server.http_errors import Interrupted, error_response
+from support.async_tests import run
 from support.in_process_server import CHAT, HELLO, fake_app, serving
 from support.paths import ROOT
 from support.proxies import haproxy_file, nginx_files, tool
@@ -43,7 +44,6 @@ def loaded_yaml(path: Path) -> Any:
 @pytest.fixture(scope="module")
 def exposition() -> dict[str, dict[str, set[str]]]:
     """Every name that a server exports, with its labels and their values; what the scraper adds is there too."""
-    import asyncio
 
     async def scrape() -> str:
         async with serving(fake_app()) as http:
@@ -52,7 +52,7 @@ def exposition() -> dict[str, dict[str, set[str]]]:
 
     scraper = {"job": {"chairlift"}, "instance": {"127.0.0.1:8000"}}
     names: dict[str, dict[str, set[str]]] = {"up": dict(scraper)}
-    for line in asyncio.run(scrape()).splitlines():
+    for line in run(scrape()).splitlines():
         found = re.match(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ", line)
         if found and not line.startswith("#"):
             labels = names.setdefault(found[1], dict(scraper))

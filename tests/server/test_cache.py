@@ -11,8 +11,9 @@ import pytest
 from starlette.applications import Starlette
 
 from chairlift.boot import Loaded
+from support.async_tests import run
 from support.fake_model import FakeModel, alone
-from support.in_process_server import TEXT, fake_loaded, is_at_rest, metric, run, serving, until
+from support.in_process_server import TEXT, fake_loaded, is_at_rest, metric, serving, until
 from support.in_process_server import fake_app as app_on
 
 PRINTABLE = range(33, 127)

@@ -14,6 +14,7 @@ from chairlift.config import Config
 from chairlift.errors import EngineError
 from chairlift.keys import ApiKey
 from chairlift.server.sse import Pace
+from support.async_tests import run
 from support.in_process_server import (
     CHAT,
     HELLO,
@@ -26,7 +27,6 @@ from support.in_process_server import (
     num_awaited,
     official_client,
     parse_events,
-    run,
     serving,
     shape,
     until,

@@ -15,6 +15,7 @@ import pytest
 from chairlift.errors import EngineError
 from chairlift.server.service import MAX_PREPARING
 from support import dying_server
+from support.async_tests import run
 from support.in_process_server import (
     CHAT,
     HELLO,
@@ -27,7 +28,6 @@ from support.in_process_server import (
     is_at_rest,
     metric,
     parse_events,
-    run,
     serving,
     until,
 )

@@ -11,7 +11,8 @@ from starlette.routing import Route
 from chairlift.config import Config
 from chairlift.keys import ApiKey
 from chairlift.server.routes import description
-from support.in_process_server import CHAT, HELLO, Call, assert_error, fake_app, run, serving
+from support.async_tests import run
+from support.in_process_server import CHAT, HELLO, Call, assert_error, fake_app, serving
 
 KEYS = Config(api_key=(ApiKey.parse("first-key"), ApiKey.parse("second-key")))
 

@@ -26,6 +26,7 @@ from chairlift.errors import ConfigError, EngineError, ModelError
 from chairlift.server import listener, log
 from chairlift.server.app import create_app
 from conftest import TinyGGUF
+from support.async_tests import run
 from support.in_process_server import (
     CHAT,
     HELLO,
@@ -36,7 +37,6 @@ from support.in_process_server import (
     client,
     fake_app,
     fake_loaded,
-    run,
     serving,
     until,
 )

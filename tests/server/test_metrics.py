@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from chairlift.engine.observer import EngineSnapshot, StepStats
 from chairlift.engine.request import FinishReason, Request
 from chairlift.server.metrics import Metrics, throttling
+from support.async_tests import run
 from support.fake_model import fake_plan, fake_request
 from support.in_process_server import CHAT, HELLO, Call, fake_app, serving
 
@@ -249,4 +249,4 @@ def test_the_exposition_over_http() -> None:
             assert now["requests_refused_total{reason=model_not_found}"] == 1
             assert re.search(r'^chairlift:num_requests_running\{model_name="fake"\} 0\.0$', answer.text, re.MULTILINE)
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    run(test())

@@ -18,9 +18,10 @@ from chairlift.keys import ApiKey
 from chairlift.plan import Plan
 from chairlift.server.metrics import Metrics
 from server.test_metrics import samples
+from support.async_tests import run
 from support.engine_probe import is_idle
 from support.fake_model import FakeModel, alone, fake_plan, fake_request, wait_until
-from support.in_process_server import CHAT, HELLO, TEXT, Call, Gate, fake_app, fake_loaded, metric, run, serving, until
+from support.in_process_server import CHAT, HELLO, TEXT, Call, Gate, fake_app, fake_loaded, metric, serving, until
 
 STEP_S = 0.25
 """Of every step, in numbers that add up without rounding."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 from chairlift.server.protocol import MAX_HEAD_BYTES
+from support.async_tests import run
 from support.raw_http import Reply, Wire, request_bytes
 from support.talking_server import talking
 
@@ -32,7 +32,7 @@ def exchanged(port: int, *pieces: bytes) -> Reply:
         finally:
             wire.close()
 
-    return asyncio.run(asyncio.wait_for(test(), 30))
+    return run(test())
 
 
 @pytest.mark.parametrize(
@@ -74,4 +74,4 @@ def test_the_bound_is_for_heads_only(port: int) -> None:
         assert (await wire.reply()).status == 200
         wire.close()
 
-    asyncio.run(asyncio.wait_for(test(), 30))
+    run(test())

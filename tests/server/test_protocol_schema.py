@@ -22,7 +22,8 @@ from chairlift.config import Config
 from chairlift.server import responses
 from chairlift.server.app import create_app
 from chairlift.server.routes import description
-from support.in_process_server import CHAT, HELLO, TEXT, Call, Gate, client, fake_app, run, serving, until
+from support.async_tests import run
+from support.in_process_server import CHAT, HELLO, TEXT, Call, Gate, client, fake_app, serving, until
 from support.scripted_model import EOS, Scripted
 from support.stream_cases import NAMES, path_of
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.server.sse import Pace
-from support.in_process_server import CHAT, TEXT, Call, Gate, fake_app, run, serving, shape, until
+from support.async_tests import run
+from support.in_process_server import CHAT, TEXT, Call, Gate, fake_app, serving, shape, until
 from support.scripted_model import EOS, Scripted, logprob_of
 from support.stream_cases import CASES, NAMES, path_of, recorded
 

@@ -19,6 +19,7 @@ from chairlift.engine.request import Request
 from chairlift.keys import ApiKey
 from chairlift.server.queue_status import QueueStatus
 from chairlift.server.sse import Pace
+from support.async_tests import run
 from support.in_process_server import (
     CHAT,
     HELLO,
@@ -32,7 +33,6 @@ from support.in_process_server import (
     metric,
     num_awaited,
     official_client,
-    run,
     serving,
     shape,
     until,

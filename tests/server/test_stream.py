@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from support.async_tests import run
 from support.in_process_server import (
     CHAT,
     HELLO,
@@ -16,7 +17,6 @@ from support.in_process_server import (
     fake_app,
     fake_loaded,
     official_client,
-    run,
     serving,
     shape,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -11,9 +10,11 @@ from soak import run as soak
 from soak.cases import MALFORMED, TEXT, Case, Malformed, answer_of, parse_stream, secret_case, text_of
 from soak.clients import Asking, Refused, Tally
 from support import fault_injection as faults
+from support.async_tests import run
 from support.raw_http import Reply
 
 
+@pytest.mark.long
 def test_a_short_storm_loses_nothing() -> None:
     """Fault: an answer changes, a block leaks, a request hangs or a socket stays open when everything happens at once.
 
@@ -27,6 +28,7 @@ def test_a_short_storm_loses_nothing() -> None:
     assert min(report["tried"][kind] for kind in ("whole", "streamed", "slow", "left", "malformed", "secret")) > 0
 
 
+@pytest.mark.long
 def test_short_campaigns_of_faults_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: the campaigns run, and what they lose is not reported."""
     options = soak.parse_options(["--faults", "--seconds", "0", "--seed", "5"])
@@ -40,7 +42,7 @@ def test_short_campaigns_of_faults_lose_nothing(monkeypatch: pytest.MonkeyPatch)
 
 def reckon(tally: Tally) -> list[str]:
     """What a look at the secrets alone finds."""
-    asyncio.run(soak.check_secrets(Asking(1, tally), -1.0))
+    run(soak.check_secrets(Asking(1, tally), -1.0))
     return tally.lost
 
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -180,11 +180,6 @@ def parse_events(body: bytes) -> list[Any]:
         data = block.removeprefix("data: ")
         events.append(data if data == "[DONE]" else json.loads(data))
     return events
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    """Runs one asynchronous test, within a minute."""
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 class Gate:

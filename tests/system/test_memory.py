@@ -14,19 +14,8 @@ import pytest
 from starlette.applications import Starlette
 
 from conftest import TinyGGUF
-from support.in_process_server import (
-    CHAT,
-    HELLO,
-    TEXT,
-    Call,
-    Gate,
-    fake_app,
-    is_at_rest,
-    num_awaited,
-    run,
-    serving,
-    until,
-)
+from support.async_tests import run
+from support.in_process_server import CHAT, HELLO, TEXT, Call, Gate, fake_app, is_at_rest, num_awaited, serving, until
 from support.paths import FIXTURES
 from support.server_process import serving as serving_process
 

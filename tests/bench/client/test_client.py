@@ -14,6 +14,7 @@ import pytest
 from chairlift.bench.client.client import Client
 from chairlift.bench.client.sample import EventKind, Failure, Sample
 from chairlift.bench.client.target import Api, GenerationRequest, ServerKind, Target
+from support.async_tests import run
 from support.scripted_server import (
     DONE,
     PING,
@@ -199,7 +200,7 @@ def test_each_request_has_a_connection_of_its_own() -> None:
                 assert (await client.ask(GenerationRequest("Hello", 1))).failure is None
         return mock.num_connections
 
-    assert asyncio.run(test()) == 3
+    assert run(test()) == 3
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from chairlift.bench.client.client import BenchError
 from chairlift.bench.client.connect import connect, discover
 from chairlift.bench.client.target import Api, ApiChoice, ConnectOptions, ServerKind, Target
+from support.async_tests import run
 from support.scripted_server import MockLLM, refusal, run_virtual, tcp
 
 
@@ -95,7 +95,7 @@ def test_a_model_without_a_chat_template_is_asked_for_text(asked: str, has_templ
         async with tcp(mock) as url, connect(url, options) as client:
             return client.target.api
 
-    assert asyncio.run(test()) is api
+    assert run(test()) is api
 
 
 def discovered(pages: dict[str, str | Callable[[], str]], target: Target | None = None) -> Target:

@@ -21,6 +21,7 @@ from chairlift.bench.report import measure
 from chairlift.bench.report.measure import ProgressDisplay
 from chairlift.bench.report.report import ReportFiles, Span, line
 from chairlift.errors import ChairliftError
+from support.async_tests import run
 
 TinyGGUF = Callable[..., Path]
 SMALL = ("--max-model-len", "256", "--threads", "1")
@@ -62,17 +63,17 @@ def test_every_policy_answers_all_and_leaves_no_server(tiny_gguf: TinyGGUF, monk
 
     monkeypatch.setattr(batching, "run_load", noting)
     experiment = BatchingCommand(str(tiny_gguf()), MixedLoad(40, 4, 2, 2, 0.02), [2], SMALL)
-    asyncio.run(experiment.work(ProgressDisplay()))
+    run(experiment.work(ProgressDisplay()))
     report = experiment.report()
-    assert [(run.policy, run.slots) for run in experiment.runs] == [
+    assert [(done.policy, done.slots) for done in experiment.runs] == [
         ("serial", None), ("static", None), ("continuous", None), ("static", 2)
     ]  # fmt: skip
     names = ["first", "long", "short 1", "short 2", "late 1", "late 2"]
-    for run in experiment.runs:
-        assert [each.request.name for each in run.requests] == names
-        assert [each.sample.failure for each in run.requests] == [None] * 6
-        assert [each.sample.num_output_tokens for each in run.requests] == [4, 40, 4, 4, 4, 4]
-        assert [each.logged and each.logged.num_output_tokens for each in run.requests] == [4, 40, 4, 4, 4, 4]
+    for done in experiment.runs:
+        assert [each.request.name for each in done.requests] == names
+        assert [each.sample.failure for each in done.requests] == [None] * 6
+        assert [each.sample.num_output_tokens for each in done.requests] == [4, 40, 4, 4, 4, 4]
+        assert [each.logged and each.logged.num_output_tokens for each in done.requests] == [4, 40, 4, 4, 4, 4]
     assert report.warnings == []
     assert [row[0] for row in report.tables[0].rows] == ["serial", "static", "continuous"]
     assert [chart.kind for chart in report.charts] == ["timeline"] * 3 + ["lines"]
@@ -114,7 +115,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
             pass
 
     with pytest.raises(ChairliftError, match=r"ended before it was ready[\s\S]*none\.gguf"):
-        asyncio.run(start())
+        run(start())
 
 
 def test_a_report_of_nothing_is_a_report() -> None:
@@ -146,7 +147,7 @@ def test_log_lines_are_found_by_the_request_id() -> None:
     async def both() -> tuple[LoggedRequest | None, LoggedRequest | None]:
         return await server.logged("serial-1", 0.01), await server.logged("serial-11", 0.01)
 
-    found, other = asyncio.run(both())
+    found, other = run(both())
     assert found is not None
     assert (found.num_preemptions, found.queue_s, found.num_output_tokens) == (1, 0.5, 3)
     assert other is None

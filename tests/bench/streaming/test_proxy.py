@@ -17,6 +17,7 @@ from chairlift.bench.report.measure import ProgressDisplay
 from chairlift.bench.report.report import Report
 from chairlift.bench.streaming.buffering import Pattern
 from chairlift.bench.streaming.proxy import ProxyCommand, size
+from support.async_tests import run
 from support.proxies import free_port, running, tool, write_nginx
 from support.scripted_server import (
     WALL_START_S,
@@ -60,7 +61,7 @@ def server(passed_on: Callable[[Script], Script] = lambda script: script, *, is_
     return mock
 
 
-def run(direct: MockLLM, through: MockLLM | None = None, kind: ServerKind = ServerKind.CHAIRLIFT) -> Report:
+def run_proxy(direct: MockLLM, through: MockLLM | None = None, kind: ServerKind = ServerKind.CHAIRLIFT) -> Report:
     """The command in virtual time."""
 
     async def test() -> Report:
@@ -82,7 +83,7 @@ def run(direct: MockLLM, through: MockLLM | None = None, kind: ServerKind = Serv
 
 def test_a_way_that_gathers_nothing_is_clean() -> None:
     """A tool that finds something wherever it looks."""
-    report = run(server())
+    report = run_proxy(server())
     assert report.verdict == [
         "this address: clean: pieces arrive as they are made.",
         "no delay of its own: 0 ms after the engine, whose clock is its own.",
@@ -92,7 +93,7 @@ def test_a_way_that_gathers_nothing_is_clean() -> None:
 
 def test_a_buffer_of_16_kb_is_named_with_what_to_change() -> None:
     """An hour with a profiler on the model, for a proxy's default."""
-    report = run(server(lambda script: buffered(script, 16384)))
+    report = run_proxy(server(lambda script: buffered(script, 16384)))
     assert report.verdict[0] == "this address: buffer ≈ 16 KB: pieces arrive in bursts of equal size."
     assert report.verdict[1].startswith("this address: the text that waited longest was held for ")
     advice = " ".join(report.verdict)
@@ -102,37 +103,37 @@ def test_a_buffer_of_16_kb_is_named_with_what_to_change() -> None:
 
 def test_a_delay_is_told_from_a_buffer() -> None:
     """A second that everything is late, sought in the model or in a buffer."""
-    report = run(server(lambda script: delayed(script, 1.0)))
+    report = run_proxy(server(lambda script: delayed(script, 1.0)))
     assert report.verdict[0] == "this address: clean: pieces arrive as they are made."
     assert report.verdict[1] == "delay ≈ 1.0 s after the engine, whose clock is its own."
 
 
 def test_two_addresses_show_where_it_is() -> None:
     """Clocks that differ by twenty minutes, which must not matter; and a proxy that is innocent."""
-    late = run(server(), server(lambda script: delayed(script, 1.0)))
+    late = run_proxy(server(), server(lambda script: delayed(script, 1.0)))
     assert "delay ≈ 1.0 s after the direct address." in late.verdict
-    gathered = run(server(), server(lambda script: buffered(script, 16384)))
+    gathered = run_proxy(server(), server(lambda script: buffered(script, 16384)))
     assert "direct: clean: pieces arrive as they are made." in gathered.verdict
     assert "through: buffer ≈ 16 KB: pieces arrive in bursts of equal size." in gathered.verdict
     assert "What gathers lies between the two addresses." in gathered.verdict
     assert not any("delay of its own" in line for line in gathered.verdict)
-    both = run(server(lambda script: buffered(script, 8192)), server(lambda script: buffered(script, 8192)))
+    both = run_proxy(server(lambda script: buffered(script, 8192)), server(lambda script: buffered(script, 8192)))
     assert any("The direct address is gathered as well" in line for line in both.verdict)
 
 
 def test_a_flush_at_fixed_times() -> None:
     """A proxy without a buffer to switch off, that sends once in a while."""
-    report = run(server(lambda script: flushed(script, 0.7)))
+    report = run_proxy(server(lambda script: flushed(script, 0.7)))
     assert report.verdict[0] == "this address: flushed every ≈ 0.7 s: pieces arrive in bursts at equal times."
 
 
 def test_without_stamps_it_says_what_it_cannot_know() -> None:
     """Certainty about a proxy from a server that may send in bursts itself."""
     mock = server(lambda script: buffered(script, 16384), is_counted=False)
-    report = run(mock, kind=ServerKind.OTHER)
+    report = run_proxy(mock, kind=ServerKind.OTHER)
     assert report.verdict[0].startswith("this address: buffer ≈ 16 KB")
     assert any("No send stamps" in note for note in report.notes)
-    clean = run(server(is_counted=False), kind=ServerKind.OTHER)
+    clean = run_proxy(server(is_counted=False), kind=ServerKind.OTHER)
     assert clean.verdict == ["this address: clean: pieces arrive as they are made."]
     assert any("late by the same time cannot be told" in note for note in clean.notes)
     assert "not exported" in clean.tables[0].rows[0]
@@ -145,21 +146,23 @@ def test_a_compressed_stream_is_named() -> None:
         plain = b"".join(data for _, data in spaced([0.1, *[0.02] * (request["max_tokens"] - 1)]))
         return Reply([(5.0, gzip.compress(plain))], headers={"content-encoding": "gzip"})
 
-    report = run(MockLLM(answer), kind=ServerKind.OTHER)
+    report = run_proxy(MockLLM(answer), kind=ServerKind.OTHER)
     assert report.verdict[0].startswith("this address: the whole answer comes at its end")
     assert any("comes compressed (gzip)" in note for note in report.notes)
 
 
 def test_an_address_that_brought_nothing_acquits_nobody() -> None:
     """ "Neither address is gathered" of a proxy that refused every stream, or for one that was never asked."""
-    assert run(server(), MockLLM(lambda *_: refusal(502))).verdict[-1].startswith("Where it is gathered, if it is,")
+    assert (
+        run_proxy(server(), MockLLM(lambda *_: refusal(502))).verdict[-1].startswith("Where it is gathered, if it is,")
+    )
     never = ProxyCommand("http://a", "http://b", SERVER, 3, 400).report()
     assert (never.verdict[-1][:20], never.tables) == ("Where it is gathered", [])
 
 
 def test_streams_that_fail_are_no_evidence() -> None:
     """A verdict on a proxy from its own error pages."""
-    report = run(MockLLM(lambda *_: refusal(503, "full")))
+    report = run_proxy(MockLLM(lambda *_: refusal(503, "full")))
     assert report.verdict[0].startswith("this address: not known")
     assert report.warnings == ["this address: 3 of 3 streams failed (http 503: full)."]
 
@@ -168,7 +171,7 @@ def test_advice_is_for_the_proxy_that_answers() -> None:
     """Three pages of settings for somebody whose headers name their proxy."""
     mock = server(lambda script: buffered(script, 16384))
     mock.page_headers["server"] = "nginx/1.26.0"
-    report = run(mock)
+    report = run_proxy(mock)
     assert next(line for line in report.verdict if line.startswith("To change")).startswith("To change: nginx: ")
     assert "HAProxy" not in " ".join(report.verdict)
     assert "Response headers name: nginx." in report.notes
@@ -216,7 +219,7 @@ def test_real_nginx_is_told_apart(
                 await made.work(progress)
         return made
 
-    direct, through = asyncio.run(test()).routes
+    direct, through = run(test()).routes
     assert direct.buffering.pattern is Pattern.CLEAN
     assert through.proxy == "nginx"
     found = through.buffering
