@@ -1,4 +1,4 @@
-"""Chairlift behind the nginx and HAProxy that deploy/ ships: nothing is gathered, lost, or sent twice.
+"""Chairlift behind the nginx and HAProxy that deploy/ ships: nothing is buffered, lost, or sent twice.
 
 Needs the real programs; scripts/check-long runs this (`pytest -m long`).
 """
@@ -48,7 +48,7 @@ def start(request: pytest.FixtureRequest) -> Start:
 
 
 class Lockstep:
-    """A backend that sends each event only when its reader has had the one before: who gathers, waits for ever."""
+    """A backend that sends each event only when its reader has had the one before: who buffers, waits for ever."""
 
     NUM_EVENTS = 5
 
@@ -79,14 +79,14 @@ class Lockstep:
 
 
 def test_every_event_arrives_before_the_next_is_sent(start: Start, tmp_path: Path) -> None:
-    """A proxy that gathers events: text that comes in lumps, long after it was made."""
+    """A proxy that buffers events: text that comes in lumps, long after it was made."""
     backend = Lockstep(patience_s=10)
     with backends(backend, backend) as ports, start(tmp_path, ports) as proxy, proxy.client() as client:
         backend.read(client)
     assert backend.num_seen_in_time == Lockstep.NUM_EVENTS
 
 
-def test_without_the_shipped_settings_nginx_gathers(tmp_path: Path) -> None:
+def test_without_the_shipped_settings_nginx_buffers(tmp_path: Path) -> None:
     """A check that would pass whatever the settings are."""
     backend = Lockstep(patience_s=0.2)
     with backends(backend) as (behind,):

@@ -53,7 +53,7 @@ def proxy(
     requests: Annotated[int, typer.Option(min=1, help="Streams to look at, each address.")] = 3,
     tokens: Annotated[int, typer.Option(min=32, help="Tokens of each; a large buffer needs many.")] = 400,
 ) -> None:
-    """Is something between the server and here gathering the stream, or late to pass it on?"""
+    """Is something between the server and here buffering the stream, or late to pass it on?"""
     from chairlift.bench.streaming.proxy import ProxyCommand
 
     measure(files, ProxyCommand(url, through, server, requests, tokens))

@@ -1,6 +1,6 @@
 """Outputs on their way out of the engine: a step's are held until the kernels of the next one are about to run.
 
-Whoever receives outputs needs the interpreter. Woken before the kernels run, it would only be in the engine's way.
+The reader of outputs needs the interpreter. Woken before the kernels run, it would only delay the engine.
 """
 
 from __future__ import annotations

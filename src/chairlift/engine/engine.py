@@ -220,7 +220,7 @@ class Engine:
             self._end_all(FinishReason.CANCELLED, None)
         except BaseException as error:
             log.critical("the engine thread died", exc_info=True)
-            self._delivery.flush()  # before anybody sees that it is dead: some answers ended well
+            self._delivery.flush()  # before the state says dead: some answers ended well
             self._life.is_dead = True
             self._end_all(FinishReason.ERROR, EngineError(f"the engine has died: {_name(error)}"))
 

@@ -11,7 +11,7 @@ class SamplingParams:
     """How the next token is chosen. Neutral values switch a feature off.
 
     `seed` and `choice` key the counter-based random numbers, so that the k-th token of a request is drawn the same way
-    whoever else is served and however often it was preempted.
+    whatever else is served, and however often the request was preempted.
     """
 
     temperature: float = 1.0

@@ -5,7 +5,7 @@ start  ->  opening  ->  chunks ...  ->  usage, if asked for  ->  [DONE]
               \\-> ": ping" while there is nothing to send
                \\-> on failure: {"error": {...}}  ->  [DONE]           exactly one end on every path
 
-If the client asks for it, each event says when it was sent. That tells a proxy that gathers events from a slow model.
+If the client asks for it, each event says when it was sent. That tells a proxy that buffers events from a slow model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would gather events otherwise
+    (b"x-accel-buffering", b"no"),  # nginx would buffer events otherwise
 ]
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"

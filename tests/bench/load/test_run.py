@@ -181,7 +181,7 @@ def test_answers_that_end_early_are_flagged() -> None:
 
 
 def test_a_stream_faster_than_memory_is_flagged() -> None:
-    """100 tokens/s where the weights can be read 10 times a second: a cache, a lie or a gathering proxy."""
+    """100 tokens/s where the weights can be read 10 times a second: a cache, a lie or a buffering proxy."""
     assert "faster than memory" in names(result_of(pace(0.2, 0.01), card={"one_stream_ceiling_tokens_per_s": 10.0}))
     fine = result_of(pace(0.2, 0.1), card={"one_stream_ceiling_tokens_per_s": 20.0})
     assert "faster than memory" not in names(fine)

@@ -1,4 +1,4 @@
-"""Whether a stream was gathered on its way: proxies with known buffers, on streams with known times."""
+"""Whether a stream was buffered on its way: proxies with known buffers, on streams with known times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STAMPS = pytest.mark.parametrize("stamps_from_s", [None, 0.0, -3600.0], ids=["un
 
 
 @STAMPS
-def test_a_stream_that_nobody_gathers_is_clean(stamps_from_s: float | None) -> None:
+def test_a_stream_that_nobody_buffers_is_clean(stamps_from_s: float | None) -> None:
     """A model that is slow, or uneven, blamed on the proxy."""
     for gaps in (even(), uneven()):
         found = diagnose([received(spaced(gaps, stamps_from_s=stamps_from_s))])
@@ -61,7 +61,7 @@ def test_a_buffer_of_16_kb_is_recognised(stamps_from_s: float | None) -> None:
 
 
 def test_what_was_held_is_told_to_the_digit() -> None:
-    """ "Something gathers" without how long anybody waits for it."""
+    """ "Something buffers" without how long anybody waits for it."""
     script = spaced(even(600), stamps_from_s=0.0)
     first_burst = next(i for i, (_, size) in enumerate(_running(script)) if size >= 16384)
     found = diagnose([received(buffered(script, 16384))])
@@ -114,7 +114,7 @@ def test_all_at_the_end(stamps_from_s: float | None) -> None:
 
 
 def test_all_at_once_and_soon_says_nothing() -> None:
-    """A server that is faster than the eye called gathered."""
+    """A server that is faster than the eye called buffered."""
     at_once = b"".join(delta(content="x") for _ in range(99))
     assert diagnose([received([(0.05, at_once), (0.0, ending(99))])]).pattern is Pattern.UNKNOWN
 
@@ -129,7 +129,7 @@ def test_only_the_beginning_is_held() -> None:
     assert found.num_bytes == pytest.approx(4096, rel=0.06)
 
 
-def test_a_server_that_sends_in_bursts_is_not_a_proxy_that_gathers() -> None:
+def test_a_server_that_sends_in_bursts_is_not_a_proxy_that_buffers() -> None:
     """Stamps that show the server's own bursts, and a proxy that is blamed for them."""
     gaps = [1.0 if i % 20 == 0 else 0.0001 for i in range(200)]
     assert diagnose([received(spaced(gaps, stamps_from_s=0.0))]).pattern is Pattern.SERVER
@@ -152,7 +152,7 @@ def test_too_few_pieces_say_nothing() -> None:
     assert diagnose([]).pattern is Pattern.UNKNOWN
 
 
-def test_a_fixed_delay_is_not_gathering() -> None:
+def test_a_fixed_delay_is_not_buffering() -> None:
     """A distant server told to switch off a buffer that it does not have."""
     assert diagnose([received(delayed(spaced(even(), stamps_from_s=0.0), 1.0))]).pattern is Pattern.CLEAN
 

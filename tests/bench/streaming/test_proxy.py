@@ -81,7 +81,7 @@ def run_proxy(direct: MockLLM, through: MockLLM | None = None, kind: ServerKind 
     return run_virtual(test())
 
 
-def test_a_way_that_gathers_nothing_is_clean() -> None:
+def test_a_way_that_buffers_nothing_is_clean() -> None:
     """A tool that finds something wherever it looks."""
     report = run_proxy(server())
     assert report.verdict == [
@@ -112,13 +112,13 @@ def test_two_addresses_show_where_it_is() -> None:
     """Clocks that differ by twenty minutes, which must not matter; and a proxy that is innocent."""
     late = run_proxy(server(), server(lambda script: delayed(script, 1.0)))
     assert "delay ≈ 1.0 s after the direct address." in late.verdict
-    gathered = run_proxy(server(), server(lambda script: buffered(script, 16384)))
-    assert "direct: clean: pieces arrive as they are made." in gathered.verdict
-    assert "through: buffer ≈ 16 KB: pieces arrive in bursts of equal size." in gathered.verdict
-    assert "What gathers lies between the two addresses." in gathered.verdict
-    assert not any("delay of its own" in line for line in gathered.verdict)
+    through_buffer = run_proxy(server(), server(lambda script: buffered(script, 16384)))
+    assert "direct: clean: pieces arrive as they are made." in through_buffer.verdict
+    assert "through: buffer ≈ 16 KB: pieces arrive in bursts of equal size." in through_buffer.verdict
+    assert "What buffers it lies between the two addresses." in through_buffer.verdict
+    assert not any("delay of its own" in line for line in through_buffer.verdict)
     both = run_proxy(server(lambda script: buffered(script, 8192)), server(lambda script: buffered(script, 8192)))
-    assert any("The direct address is gathered as well" in line for line in both.verdict)
+    assert any("The direct address is buffered as well" in line for line in both.verdict)
 
 
 def test_a_flush_at_fixed_times() -> None:
@@ -152,12 +152,12 @@ def test_a_compressed_stream_is_named() -> None:
 
 
 def test_an_address_that_brought_nothing_acquits_nobody() -> None:
-    """ "Neither address is gathered" of a proxy that refused every stream, or for one that was never asked."""
+    """ "Neither address is buffered" of a proxy that refused every stream, or for one that was never asked."""
     assert (
-        run_proxy(server(), MockLLM(lambda *_: refusal(502))).verdict[-1].startswith("Where it is gathered, if it is,")
+        run_proxy(server(), MockLLM(lambda *_: refusal(502))).verdict[-1].startswith("Where it is buffered, if it is,")
     )
     never = ProxyCommand("http://a", "http://b", SERVER, 3, 400).report()
-    assert (never.verdict[-1][:20], never.tables) == ("Where it is gathered", [])
+    assert (never.verdict[-1][:20], never.tables) == ("Where it is buffered", [])
 
 
 def test_streams_that_fail_are_no_evidence() -> None:

@@ -179,20 +179,20 @@ def test_differences_both_ways_are_noise() -> None:
 
 
 def test_the_three_cases_in_which_it_cannot_help() -> None:
-    """ "Use streaming" said to somebody whose first token comes last, or whose proxy gathers."""
+    """ "Use streaming" said to somebody whose first token comes last, or whose proxy buffers."""
 
     def late(n: int, request: dict[str, Any]) -> Script:
         return paced(NUM_TOKENS, 4.0, 0.1) if request["stream"] else whole(NUM_TOKENS, 6.0)
 
-    def gathered(n: int, request: dict[str, Any]) -> Script:
+    def in_one_burst(n: int, request: dict[str, Any]) -> Script:
         return buffered(paced(NUM_TOKENS, 0.5, 0.1), 2**20) if request["stream"] else whole(NUM_TOKENS, 2.5)
 
     usual = run(MockLLM(ordinary))[1].verdict
     assert any("late already: does not apply here" in line and "20 % of the whole" in line for line in usual)
     assert any("reader is a program" in line and "this tool cannot" in line for line in usual)
-    assert any("in between gathers: does not apply here" in line for line in usual)
+    assert any("in between buffers: does not apply here" in line for line in usual)
     assert any("late already: applies here" in line for line in run(MockLLM(late))[1].verdict)
-    assert any("in between gathers: applies here" in line for line in run(MockLLM(gathered))[1].verdict)
+    assert any("in between buffers: applies here" in line for line in run(MockLLM(in_one_burst))[1].verdict)
 
 
 def test_failures_are_left_out_and_counted() -> None:
@@ -254,13 +254,13 @@ def test_faster_than_memory_is_flagged() -> None:
         ]
 
 
-def test_a_gathered_stream_is_not_called_too_fast() -> None:
+def test_a_buffered_stream_is_not_called_too_fast() -> None:
     """Twenty tokens that arrive together, a TPOT of nothing, and a warning about the memory."""
 
-    def gathered(n: int, request: dict[str, Any]) -> Script:
+    def in_one_burst(n: int, request: dict[str, Any]) -> Script:
         return buffered(paced(NUM_TOKENS, 0.5, 0.1), 1500) if request["stream"] else whole(NUM_TOKENS, 2.5)
 
-    made, _ = run(MockLLM(gathered))
+    made, _ = run(MockLLM(in_one_burst))
     made.target = replace(made.target, card={"one_stream_ceiling_tokens_per_s": 10.0})
     assert made.report().warnings == []
 

@@ -80,7 +80,7 @@ def _about_speed(summary: LoadSummary, spec: RunSpec, target: Target) -> Iterato
         yield Doubt(
             "faster than memory",
             f"a stream of {fastest:.0f} tokens/s, where reading the weights for each token allows {ceiling:.0f}: "
-            "something between gathers and releases in bursts, or this is not the model that it says",
+            "something between buffers and releases in bursts, or this is not the model that it says",
         )
 
 

@@ -116,7 +116,7 @@ class ProxyCommand:
             verdict += _advice([route.proxy for route, _ in found])
         return Report(
             command="bench proxy",
-            title=f"Is something gathering the stream? {' and '.join(route.url for route in self.routes)}",
+            title=f"Is something buffering the stream? {' and '.join(route.url for route in self.routes)}",
             tables=[_table(found)] if any(route.samples for route in self.routes) else [],
             verdict=verdict,
             warnings=_warnings(found),
@@ -147,7 +147,7 @@ def _verdict(route: Route, found: Buffering) -> list[str]:
         Pattern.CLEAN: "clean: pieces arrive as they are made.",
         Pattern.BUFFER: f"buffer ≈ {burst}: pieces arrive in bursts of equal size.",
         Pattern.INTERVAL: f"flushed every ≈ {found.interval_s or 0:.2g} s: pieces arrive in bursts at equal times.",
-        Pattern.EITHER: f"gathered: a buffer ≈ {burst}, or a flush every ≈ {found.interval_s or 0:.2g} s; at an even "
+        Pattern.EITHER: f"buffered: a buffer ≈ {burst}, or a flush every ≈ {found.interval_s or 0:.2g} s; at an even "
         "pace the two look alike.",
         Pattern.HEAD: f"the first ≈ {burst} are held back, then it streams.",
         Pattern.WHOLE: f"the whole answer comes at its end: a buffer of {burst} or more, or a reader of whole answers.",
@@ -199,12 +199,12 @@ def _delay_said(delay_s: float, where: str) -> str:
 def _who(direct: Buffering, through: Buffering) -> str:
     """Which of two addresses is buffered."""
     if direct.is_buffered:
-        return "The direct address is gathered as well: look between here and the server first."
+        return "The direct address is buffered as well: look between here and the server first."
     if Pattern.UNKNOWN in (direct.pattern, through.pattern):
-        return "Where it is gathered, if it is, cannot be told: one address brought too little."
+        return "Where it is buffered, if it is, cannot be told: one address brought too little."
     if through.is_buffered:
-        return "What gathers lies between the two addresses."
-    return "Neither address is gathered."
+        return "What buffers it lies between the two addresses."
+    return "Neither address is buffered."
 
 
 def _advice(seen: Sequence[str]) -> list[str]:
@@ -226,7 +226,7 @@ def _notes(found: Sequence[tuple[Route, Buffering]]) -> list[str]:
     lines = []
     if any(not each.is_stamped and each.pattern is not Pattern.UNKNOWN for _, each in found):
         lines.append(
-            "No send stamps: by arrival alone, a server that sends in bursts looks like a proxy that gathers. "
+            "No send stamps: by arrival alone, a server that sends in bursts looks like a proxy that buffers. "
             "Compare with an address closer to the server (--through)."
         )
     if len(found) == 1 and found[0][0].after_engine_s is None:
@@ -238,7 +238,7 @@ def _notes(found: Sequence[tuple[Route, Buffering]]) -> list[str]:
         encodings = sorted({sample.content_encoding for sample in route.answered if sample.content_encoding})
         if encodings:
             lines.append(
-                f"{route.name}: the stream comes compressed ({', '.join(encodings)}), and compressing gathers; "
+                f"{route.name}: the stream comes compressed ({', '.join(encodings)}), and compressing buffers; "
                 "sizes are of what came out."
             )
     seen = sorted({route.proxy for route, _ in found if route.proxy})

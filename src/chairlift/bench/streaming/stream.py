@@ -298,7 +298,7 @@ def _where_it_cannot_help(streamed: StreamingMode, first_s: float, e2e_s: float)
         f"{'applies' if is_late else 'does not apply'} here, {share}.",
         "Nor where the reader is a program that needs all of it (JSON, a tool's arguments, a script): "
         "you know, this tool cannot.",
-        f"Nor where something in between gathers: {between}.",
+        f"Nor where something in between buffers: {between}.",
     ]
 
 
