@@ -12,6 +12,7 @@ from chairlift import cost
 from chairlift.config import Config
 from chairlift.errors import ConfigError, DoesNotFit
 from chairlift.kernels.backend import BLOCK_SIZE, MemoryView
+from chairlift.kernels.cpu import CPUBackend
 from chairlift.models.spec import LayerSpec, ModelSpec, RopeSpec
 from chairlift.plan import BackendOffer, ModelOnDisk, Plan, resolve
 
@@ -20,6 +21,7 @@ SMOL = ModelSpec(
     architecture="llama", name="SmolLM2 135M", hidden_size=576, ffn_size=1536, vocab_size=49152, context_length=8192,
     rms_eps=1e-5, layers=(LayerSpec(9, 3, 64, 64, RopeSpec(64)),) * 30,
 )  # fmt: skip
+WORKING = CPUBackend("none").working_bytes
 ON_DISK = ModelOnDisk("smollm2", "Q4_1", 98_000_000, cost.packed_weight_bytes(98_000_000))
 ROOMY = MemoryView(12 * 1024 * MIB, "the machine", "give it more")
 
@@ -29,7 +31,7 @@ def plan(
     notes: tuple[str, ...] = (),
 ) -> Plan:  # fmt: skip
     view = ROOMY if memory is None else MemoryView(memory, "the cgroup", "give the cgroup more")
-    return resolve(config or Config(), spec, ON_DISK, BackendOffer(view, step_tokens, notes))
+    return resolve(config or Config(), spec, ON_DISK, BackendOffer(view, step_tokens, WORKING, notes))
 
 
 def noted(made: Plan, words: str) -> bool:
@@ -140,9 +142,9 @@ def test_a_backend_that_unpacks_its_weights_needs_room_for_them() -> None:
     """A bound of one backend taken for all: weights decoded to 16 bits are several times the file."""
     decoded = dataclasses.replace(ON_DISK, packed_bytes=4 * ON_DISK.weight_bytes)
     view = MemoryView(400 * MIB, "the device", "use a larger one")
-    assert resolve(Config(), SMOL, ON_DISK, BackendOffer(view, 128)).num_blocks > 0
+    assert resolve(Config(), SMOL, ON_DISK, BackendOffer(view, 128, WORKING)).num_blocks > 0
     with pytest.raises(DoesNotFit, match=r"weights 374 MiB.*with at most 65\.\d MiB of weights, or use a larger one"):
-        resolve(Config(), SMOL, decoded, BackendOffer(view, 128))
+        resolve(Config(), SMOL, decoded, BackendOffer(view, 128, WORKING))
 
 
 def test_no_room_for_any_context() -> None:

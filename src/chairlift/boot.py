@@ -132,7 +132,7 @@ def load_checkpoint(
         facts, memory = backend.facts(machine), backend.memory(machine)
         weights = Weights(registry.model_tensors(checkpoint.spec, checkpoint.tensors))
         on_disk = plans.ModelOnDisk(names[0], weights.format, weights.num_bytes, backend.packed_bytes(weights.distinct))
-        offer = plans.BackendOffer(memory, backend.step_tokens, facts.notes)
+        offer = plans.BackendOffer(memory, backend.step_tokens, backend.working_bytes, facts.notes)
         plan = plans.resolve(config, checkpoint.spec, on_disk, offer)
         with _timed(timings, "bandwidth"):
             bandwidth = backend.read_speed(checkpoint.weight_file)

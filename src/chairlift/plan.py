@@ -6,6 +6,7 @@ Knows no backend: `BackendOffer` is all that it is told of one. The arithmetic i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from chairlift import cost
@@ -22,8 +23,6 @@ SLOT_TOKENS = 1024
 memory that is touched at start costs a second per GiB on a new virtual machine (docs/log.md)."""
 LEAST_CONTEXT = 256
 """A shorter context is refused unless it was asked for: it would not be worth starting."""
-RUNTIME_BYTES = 128 * 1024**2
-"""Room for Python, the tokenizer and requests, beside weights, KV and activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +81,7 @@ class BackendOffer:
 
     memory: MemoryView
     step_tokens: int
+    working_bytes: Callable[[ModelSpec, int], int]  # of steps with that many rows
     notes: tuple[str, ...] = ()
 
 
@@ -93,7 +93,7 @@ def resolve(config: Config, spec: ModelSpec, model: ModelOnDisk, offer: BackendO
     notes = [*offer.notes, *filter(None, [spec.context_note])]
     kv_dtype: KVDtype = "int8" if config.kv_cache_dtype == "int8" else "bf16"
     step_tokens = config.max_num_batched_tokens or max(offer.step_tokens, config.max_num_seqs or 0)
-    memory = _Memory.after_weights(config, spec, model, offer.memory, step_tokens)
+    memory = _Memory.after_weights(config, model, offer.memory, offer.working_bytes(spec, step_tokens))
     per_token = cost.kv_bytes_per_token(spec, kv_dtype)
     limit = memory.pool_limit(per_token * BLOCK_SIZE)
     limit_blocks = cost.blocks_in(limit, per_token, BLOCK_SIZE)
@@ -140,11 +140,8 @@ class _Memory:
     working_bytes: int  # activations and the rest of the process
 
     @classmethod
-    def after_weights(
-        cls, config: Config, spec: ModelSpec, model: ModelOnDisk, view: MemoryView, step_tokens: int
-    ) -> _Memory:
+    def after_weights(cls, config: Config, model: ModelOnDisk, view: MemoryView, working: int) -> _Memory:
         """DoesNotFit when the weights alone are too large."""
-        working = RUNTIME_BYTES + cost.activation_bytes(spec, step_tokens)
         memory = cls(model, view, config.memory_utilization, config.kv_memory, working)
         if memory.room <= 0:
             raise memory.too_small(0, "no KV yet")

@@ -1,4 +1,4 @@
-"""engine/line.py: whose turn it is, and that everybody's comes."""
+"""engine/fair_queue.py: keys take turns, and no key waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""engine/suspects.py: who runs alone, who is blamed, and when everybody is."""
+"""engine/fault_isolation.py: which request runs alone, which one is blamed, and when all end."""
 
 from __future__ import annotations
 

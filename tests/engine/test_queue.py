@@ -1,4 +1,4 @@
-"""The line of a running engine: its limit, what it says of waits, when it gives up. A virtual clock, real threads."""
+"""The queue of a running engine: its limit, what it says of waits, when it gives up. A virtual clock, real threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""engine/forecast.py: how long those in line will wait."""
+"""engine/wait_estimator.py: how long waiting requests will wait."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from chairlift.kernels.backend import BackendFacts, LoadSpec, MemoryView, Model
 from chairlift.kernels.backends import BACKENDS, BackendEntry, make_backend
 from chairlift.kernels.reference import ReferenceBackend
 from chairlift.machine import Machine, detect
-from chairlift.models.spec import RawTensor
+from chairlift.models.spec import ModelSpec, RawTensor
 from chairlift.session import Session
 
 MIB = 1024**2
@@ -45,6 +45,9 @@ class ToyBackend:
 
     def packed_bytes(self, tensors: Iterable[RawTensor]) -> int:
         return sum(4 * tensor.num_elements for tensor in tensors)
+
+    def working_bytes(self, spec: ModelSpec, max_rows: int) -> int:
+        return 128 * MIB + max_rows * spec.hidden_size
 
     def read_speed(self, file: Path) -> float:
         return 1e12

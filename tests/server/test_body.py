@@ -1,4 +1,4 @@
-"""Bodies that are far too large are read without stopping the house.
+"""Reading a body that is far too large does not stop the server.
 
 Measured in processor time, which neighbours on the machine change little; what clients of a busy server see of it,
 scripts/soak measures.

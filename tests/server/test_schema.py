@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from chairlift.config import Config
 from chairlift.errors import ContextLengthExceeded, ModelNotFound, RequestError
+from chairlift.models.checkpoint import GenerationDefaults
 from chairlift.server.body import parse_json
 from chairlift.server.http_errors import (
     MAX_MESSAGE_CHARS,
@@ -65,6 +67,22 @@ _WRONG: dict[str, tuple[Any, ...]] = {
     "model": (1, [], True),
 }
 WRONG_FOR_BOTH = [(name, value) for name, values in _WRONG.items() for value in values]
+
+
+def test_a_model_advises_where_a_request_is_silent() -> None:
+    """Fault: sampling defaults of a checkpoint that are read and ignored, or that overrule what a client asked for."""
+    advised = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=40)
+    preparing = Preparer(replace(fake_loaded(), generation=advised), Config())
+
+    def params(**fields: Any) -> tuple[float, float, int]:
+        body = json.dumps({"messages": [USER], **fields}).encode()
+        chosen = preparing.chat(body, "x").params
+        return chosen.temperature, chosen.top_p, chosen.top_k
+
+    assert params() == (0.6, 0.9, 40)
+    assert params(temperature=0, top_p=1, top_k=0) == (0.0, 1.0, 0)
+    silent = chat({}).params
+    assert (silent.temperature, silent.top_p, silent.top_k) == (1.0, 1.0, 0)
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_FOR_BOTH, ids=lambda v: json.dumps(v)[:20])

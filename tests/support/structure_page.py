@@ -20,8 +20,10 @@ COMMAND = "PYTHONPATH=tests python -m support.structure_page > docs/structure.md
 ROOMS = {
     PACKAGE / "native": "The compiled core, in C++20: kernels, a pool of threads, and the replay of a recorded "
     "model. Knows arrays and ops, but no requests.",
-    ROOT / "experiments": "Measurements that do not ship with the program: single kernels, and the tables of "
-    "[experiments.md](experiments.md).",
+    PACKAGE / "native" / "ops": "The ops of the compiled core: one file each, and what ops of single rows share.",
+    PACKAGE / "native" / "testing": "Single kernels and arithmetic peaks as a second Python module, for tests and "
+    "`chairlift bench kernels`.",
+    ROOT / "experiments": "Measures the tables of [experiments.md](experiments.md). Does not ship with the program.",
     ROOT / "scripts": "What is run from a checkout: one short shell script each.",
     ROOT / "tests" / "support": "Helpers that tests share: models without weights, servers without sockets, clocks "
     "that tests move.",

@@ -70,7 +70,7 @@ def batching(
     num_late: Annotated[int, typer.Option("--late", min=0, help="And while it is written.")] = 3,
     sizes: Annotated[list[int] | None, typer.Option(min=1, help="Size of a static batch; again for more.")] = None,
 ) -> None:
-    """Serial, static and continuous batching on this machine, one server for each: who waits for whom."""
+    """Serial, static and continuous batching on this machine, one server for each: which requests wait for which."""
     from chairlift.bench.local.batching import SIZES, BatchingCommand, MixedLoad
 
     measure(files, BatchingCommand(model, MixedLoad(long, short, num_short, num_late), sizes or SIZES))

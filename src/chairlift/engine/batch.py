@@ -26,7 +26,7 @@ class Batch:
     logit_rows: list[LogitRow]
 
 
-def build(step: Step, block_size: int, *, want_logits: bool = False) -> Batch:
+def build(step: Step, block_size: int) -> Batch:
     """Flattens a step. The rows of one request are consecutive; requests keep the step's order."""
     tokens, positions, slots, tables = ints(), ints(), ints(), ints()
     seq_starts, table_starts = ints([0]), ints([0])
@@ -68,7 +68,6 @@ def build(step: Step, block_size: int, *, want_logits: bool = False) -> Batch:
         seen_starts=seen_starts,
         seen_ids=seen_ids,
         seen_counts=seen_counts,
-        want_logits=want_logits,
     )
     return Batch(arrays, wanted.rows)
 

@@ -70,7 +70,7 @@ class Engine:
         observers: Sequence[Observer] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`deliver` gets all that a step brought, on the engine thread or that of `watch`. See Delivery."""
+        """`deliver` is called with outputs, on the engine thread or on the one that calls `watch`. See Delivery."""
         self._plan = plan
         self._clock = clock
         self._lock = threading.Condition()  # notified when there is something to do
@@ -225,7 +225,7 @@ class Engine:
             self._end_all(FinishReason.ERROR, EngineError(f"the engine has died: {_name(error)}"))
 
     def _end_cancelled(self) -> None:
-        if not self._cancelled:  # one that comes this very moment is ended a step later
+        if not self._cancelled:  # a request cancelled at this moment ends one step later
             return
         with self._lock:
             cancelled, self._cancelled = self._cancelled, []
@@ -308,7 +308,7 @@ class Engine:
         self._abort(step, blamed, EngineError(f"the request could not be computed: {what}: {_name(error)}"))
 
     def _commit(self, step: Step, result: StepResult) -> list[Output]:
-        """Applies a step's result. When that fails, its requests end, since what they were to be sent is lost."""
+        """Applies a step's result. If that fails, the step's requests end, because their outputs are lost."""
         unfinished = [request for request, _, _ in step.chunks if request.finish_reason is None]
         try:
             with self._lock:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 class FairQueue(Generic[T]):
     """Waiting items by key. At most `max_running_per_key` of a key may run, if that is set.
 
-    Methods that need to know how many items of each key run are told so in `running`.
+    `running`, where a method takes it, is the number of running items of each key.
     """
 
     def __init__(self, max_running_per_key: int | None = None) -> None:

@@ -3,8 +3,8 @@
     A B C fail together ──> A alone ──> B alone ──> C alone ──> A C together, as if nothing had happened
                             passes      fails: ends  passes
 
-A trial lasts until the request has computed the positions that it had in the failed step. When no request fails alone,
-all run together again, and all end if that fails time and again. Pure: knows requests and steps, not the scheduler.
+A trial lasts until the request has computed the positions that it had in the failed step. If no request fails alone,
+all run together again. If that fails time and again, all end. Pure: knows requests and steps, not the scheduler.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def finish(request: Request, reason: FinishReason, error: ChairliftError | None 
 def append_prompt_logprobs(request: Request, stop: int, entries: Sequence[TokenLogprob]) -> None:
     """Appends the new entries of a prompt that is scored and computed up to position `stop`.
 
-    The last of `entries` belongs to token `stop`, or to the prompt's last token. The first token has no entry but None,
+    The last of `entries` belongs to token `stop`, or to the prompt's last token. The first token's entry is None,
     since nothing comes before it. Entries known from before a preemption are kept.
     """
     if not request.prompt_logprobs:
@@ -73,7 +73,7 @@ def _decode(request: Request, token: int, max_num_tokens: int) -> tuple[str, Fin
 
 
 def _is_end_token(request: Request, token: int) -> bool:
-    """Whether the newest token ends the request and gives no text. None does before `min_tokens` others."""
+    """Whether the newest token ends the request and gives no text. The first `min_tokens` tokens never do."""
     if len(request.output) <= request.params.min_tokens:
         return False
     is_eos = token in request.eos_ids and not request.params.ignore_eos

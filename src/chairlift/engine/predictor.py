@@ -6,8 +6,8 @@
 
 The prediction comes from a Kalman filter whose state are the five coefficients (recursive least squares that forgets:
 Haykin, Adaptive Filter Theory, chapters 10 and 14). Between two steps each coefficient may drift a little, and all of
-them together a little more, as when a neighbour takes the core: so a slow-down seen in decodes alone is expected of
-prompts too, and what has not been seen for long is kept rather than forgotten. No coefficient is ever negative:
+them together a little more, as when a neighbour takes the core: so a slow-down seen only in decodes also raises the
+prediction for prompts, and a coefficient without recent data keeps its value. No coefficient is ever negative:
 predictions grow with every part of the work.
 
 The margin is 1 where steps take about what they usually take. Where many take far longer it grows, until only one in
@@ -29,13 +29,13 @@ _DRIFT_ALL = 0.01  # of all coefficients together, per step
 _UNSURE_EACH = 2.0  # standard deviation of the prior, as a share of it: one coefficient against the others,
 _UNSURE_ALL = 5.0  # and the speed of the machine, which the first steps tell
 _MAX_UNSURE = 4.0  # of one coefficient, as a share of itself: bounds what drift adds up to while steps are alike
-_MAX_SURPRISE = 3.0  # in standard deviations: what lies beyond counts no more, so that one hiccup teaches little
+_MAX_SURPRISE = 3.0  # in standard deviations: larger surprises are cut to this, so that one outlier changes little
 _SMALLEST = 1e-3  # of its prior: a coefficient that was driven to zero can still drift away from it
 
 _LATE = 1.3  # times its bound: a step that takes longer is late
-_LATE_SHARE = 1 / 200  # of all steps that may be
-_MARGIN_UP = 1.1  # what one late step makes of the margin
-_MARGIN_DOWN = _MARGIN_UP ** (-_LATE_SHARE / (1.0 - _LATE_SHARE))  # what any other does
+_LATE_SHARE = 1 / 200  # of all steps that may be late
+_MARGIN_UP = 1.1  # factor that a late step applies to the margin
+_MARGIN_DOWN = _MARGIN_UP ** (-_LATE_SHARE / (1.0 - _LATE_SHARE))  # factor that any other step applies
 _MAX_MARGIN = 2.0
 
 

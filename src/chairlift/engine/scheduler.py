@@ -65,7 +65,7 @@ class Scheduler:
         self._policy = policy_for(config.batching)
         self._resuming: deque[Request] = deque()  # preempted; they come before those that wait
         self._running: list[Request] = []
-        self._recomputing: set[Request] = set()  # have lost blocks: their hits save nothing that is worth reporting
+        self._recomputing: set[Request] = set()  # have lost blocks; their later hits are not reported as cached
         self._in_flight: Step | None = None
         self._is_turn_of_oldest = False
         self._held_finals: list[Output] = []
@@ -246,7 +246,7 @@ class Scheduler:
         num_ready = 0
         while num_ready < len(self._running):
             request = self._running[num_ready]
-            if self._has_place(request):
+            if self._has_room_after_hits(request):
                 num_ready += 1
             elif self._pool.num_available:
                 request.block_table.append(self._pool.take())
@@ -257,14 +257,14 @@ class Scheduler:
     def _make_room_for(self, only: Request) -> None:
         """Gives one running request a place for its next token, by taking blocks from others, the youngest first."""
         others = (request for request in reversed(self._running.copy()) if request is not only)
-        while not self._has_place(only):
+        while not self._has_room_after_hits(only):
             if self._pool.num_available:
                 only.block_table.append(self._pool.take())
             else:
                 self._start_over(next(others))
 
-    def _has_place(self, request: Request) -> bool:
-        """Whether the request's blocks have a place for its next token, once it has taken its hits."""
+    def _has_room_after_hits(self, request: Request) -> bool:
+        """Takes the request's hits. Returns whether its blocks then have a place for its next token."""
         self._take_hits(request)
         return request.num_computed < len(request.block_table) * self._pool.block_size
 
@@ -331,7 +331,7 @@ class Scheduler:
         """Gives a request a slot and a place for its next token."""
         request.num_cached = request.num_cached or 0
         self._running.append(request)
-        if not self._has_place(request):
+        if not self._has_room_after_hits(request):
             request.block_table.append(self._pool.take())
 
     def _fits(self, request: Request) -> bool:
@@ -347,7 +347,7 @@ class Scheduler:
     # -- sharing a step -----------------------------------------------------------------------------------------------
 
     def _share(self, prompts: list[Request], budget: StepBudget) -> dict[Request, Chunk]:
-        """Divides what is left of a step among requests that lack more than one token, which come in order of age.
+        """Divides the rest of a step among requests that need more than one token. `prompts` is in order of age.
 
         Up to half goes to requests that need fewer tokens than the oldest, the shortest first. Then the oldest takes
         all it can, so that it never starves; then the rest share what is left. Where half of the step is less than a
@@ -374,7 +374,7 @@ class Scheduler:
         return chunks
 
     def _target_s(self, budget: StepBudget, first: Request) -> float:
-        """How long the step may take. `budget` holds its decodes and nothing else; a token of `first` always fits."""
+        """How long the step may take, while `budget` holds its decodes alone. One token of `first` always fits."""
         decodes_s, first_s = budget.predicted_s, budget.seconds_with(first, 1)
         if not any(request.output for request in self._running):
             target_s = max(self._config.idle_step_s, _DECODES_PER_GAP * decodes_s)

@@ -1,4 +1,4 @@
-"""What the engine measures: timestamps of requests, statistics of steps, preemptions; and who is told of them.
+"""What the engine measures: timestamps of requests, statistics of steps, and preemptions. Passes them to the observers.
 
 Owns the observers and everything that is written to `Request.timing`. Decides nothing.
 """
@@ -103,7 +103,7 @@ class Telemetry:
         )
 
     def step_failed(self) -> None:
-        """A step was undone."""
+        """A step failed and was rolled back."""
         self._step_end_s = None
         self._observers.step_failed()
 

@@ -131,8 +131,8 @@ def estimate_waits(
 ) -> list[tuple[T, float]]:
     """Every item of `queue` with the seconds until it starts, in order of their starts. Empties `queue`.
 
-    `service_s` tells how long an item will hold its slot. `free_slots` tells how many items may start beside so many
-    that have a slot; beside none, at least one.
+    `service_s` tells how long an item will hold its slot. `free_slots(n)` is how many items may start while n
+    hold a slot; `free_slots(0)` is at least 1.
     """
     ends = [(holder.remaining_s, holder.key) for holder in holders]
     heapq.heapify(ends)

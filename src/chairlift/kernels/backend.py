@@ -73,10 +73,10 @@ class BackendFacts:
     """What a backend says of itself. `device` and `rounding` are JSON values, by names of the backend's own."""
 
     summary: str  # one line for the start card
-    fingerprint: str  # what of the backend can change a bit of an answer; part of `system_fingerprint`
+    fingerprint: str  # all of the backend that can change an answer's bits; part of `system_fingerprint`
     device: Mapping[str, Any]  # what computes
     rounding: Mapping[str, Any]  # what is rounded to what
-    notes: tuple[str, ...] = ()  # what was asked of it and could not be had
+    notes: tuple[str, ...] = ()  # settings that it could not honour
 
 
 class Backend(Protocol):
@@ -94,6 +94,9 @@ class Backend(Protocol):
 
     def packed_bytes(self, tensors: Iterable[RawTensor]) -> int:
         """Upper bound of the bytes that these weights take once loaded; each is given once."""
+
+    def working_bytes(self, spec: ModelSpec, max_rows: int) -> int:
+        """Upper bound of what it needs beside weights and KV for steps of that many rows, the process included."""
 
     def read_speed(self, file: Path) -> float:
         """Bytes/s that it reads weights with, measured on a model's file or known; the start card's ceiling."""

@@ -38,7 +38,7 @@ BACKENDS: Mapping[str, BackendEntry] = {
 def make_backend(name: str, settings: Any, machine: Machine) -> Backend:
     """The backend of this name on this machine.
 
-    `settings` is the Config; a backend declares which fields of it it reads. Raises ConfigError for a setting that the
+    `settings` is the Config; each backend declares the fields that it reads. Raises ConfigError for a setting that the
     backend cannot honour, or when what it needs is not installed.
     """
     entry = BACKENDS[name]

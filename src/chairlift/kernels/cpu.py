@@ -10,11 +10,13 @@ from chairlift import cost
 from chairlift.kernels.backend import BackendFacts, MemoryView
 from chairlift.kernels.rounding import ActivationBits
 from chairlift.machine import Machine, measure_bandwidth
-from chairlift.models.spec import RawTensor
+from chairlift.models.spec import ModelSpec, RawTensor
 
 LEAST_STEP_TOKENS, MOST_STEP_TOKENS = 128, 1024
 THREAD_STEP_TOKENS = 64
 """Tokens of a step that each thread takes through a layer by itself: more no longer fit its cache (docs/log.md)."""
+RUNTIME_BYTES = 128 * 1024**2
+"""Room for Python, the tokenizer and requests, beside weights, KV and activations."""
 
 
 class CPUSettings(Protocol):
@@ -37,7 +39,7 @@ class CPUBackend:
     """Base of the backends on the processor. A subclass adds `load`.
 
     `isa` names the arithmetic: an instruction set level, or "numpy". `activation_bits` are those that MLP inputs are
-    rounded to. `notes` say what was asked for and could not be had.
+    rounded to. `notes` name settings that could not be honoured.
     """
 
     def __init__(
@@ -72,6 +74,10 @@ class CPUBackend:
     def packed_bytes(self, tensors: Iterable[RawTensor]) -> int:
         """The bound that every packed layout keeps. The reference, which decodes to float32, takes more."""
         return cost.packed_weight_bytes(sum(tensor.num_bytes for tensor in tensors))
+
+    def working_bytes(self, spec: ModelSpec, max_rows: int) -> int:
+        """Python, the tokenizer and requests, and the activations of the largest step."""
+        return RUNTIME_BYTES + cost.activation_bytes(spec, max_rows)
 
     def read_speed(self, file: Path) -> float:
         """Measured with as many threads as compute."""

@@ -117,16 +117,6 @@ class NativeModel:
         """Bytes that the KV pool takes."""
         return self._cache.nbytes
 
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes of the activations of a largest step, logits included."""
-        return self._program.activation_bytes
-
-    @property
-    def num_ops(self) -> int:
-        """Ops of a step after fusion."""
-        return self._program.num_ops
-
     def run(self, step: StepArrays) -> LogitResult:
         """Runs one step; the GIL is free meanwhile. Raises EngineError when the step is malformed; nothing ran then."""
         count = len(step.logit_rows)

@@ -125,7 +125,7 @@ class StepArrays:
     seen_starts: I32  # (L + 1,) ragged distinct tokens seen; empty without penalties
     seen_ids: I32
     seen_counts: I32  # times in the output; 0: in the prompt only
-    want_logits: bool = False  # tests and eval: give back the raw logits too
+    want_logits: bool = False  # give back the raw logits too: tests and micro-benchmarks
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""To what the inputs of products are rounded: the one place that decides it, for every backend.
+"""How the inputs of matrix products are rounded. Every backend takes the rule from here.
 
 Weights of bf16 are multiplied by bf16 and the products summed in float32, as processors with such a unit do; weights of
 float16 and float32 by float32.

@@ -1,4 +1,4 @@
-"""Whether a step is well formed, for any backend: a wrong index must be an error here, never a stray read or write."""
+"""Checks a step for backends in Python; the core has checks of its own. A wrong index must be an error."""
 
 from __future__ import annotations
 

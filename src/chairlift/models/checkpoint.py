@@ -24,7 +24,7 @@ from chairlift.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What a container says of how answers are drawn and where they end; None and empty where it says nothing."""
+    """A container's defaults for sampling and end tokens. None or empty: it gives none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -33,7 +33,7 @@ class GenerationDefaults:
 
 
 class Checkpoint(Protocol):
-    """An open container. All it says has been checked by the time that it is open, but nothing is decoded."""
+    """An open container. Everything it returns was checked while it was opened; tensors are not decoded yet."""
 
     @property
     def spec(self) -> ModelSpec:

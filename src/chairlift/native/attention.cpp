@@ -1,4 +1,5 @@
-// Compiled once per ISA level; see isa.h for what such a source may use.
+// Causal attention over the paged cache: tiles, splits and their joining. Compiled once per ISA level; see isa.h for what such
+// a source may use.
 #include "attention.h"
 
 #include <math.h>

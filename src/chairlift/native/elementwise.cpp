@@ -1,4 +1,4 @@
-// Compiled once per ISA level; see isa.h for what such a source may use.
+// The loops of elementwise.h on vectors. Compiled once per ISA level; see isa.h for what such a source may use.
 #include "elementwise.h"
 
 #include <math.h>

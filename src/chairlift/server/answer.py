@@ -66,7 +66,7 @@ class ResponseBuilder(ABC, Generic[WholeT, ChunkT, ChunkChoiceT]):
         self._choices = [_Choice(echo) for echo in echoes for _ in range(prepared.n)]
         self._has_warned = False
         self._created = int(time.time())
-        # An answer depends on these and nothing else of the server: see "Determinism" in the docs.
+        # All of the server that an answer depends on.
         self._fingerprint = loaded.fingerprint
 
     @abstractmethod

@@ -1,10 +1,10 @@
 """The hop from the engine thread to asyncio: once a step for all requests, then to the coroutine that waits for each.
 
     engine thread   deliver(outputs)  --append-->  inbox   -- call_soon_threadsafe, unless one is on its way -->
-    event loop      _spread()         --push-->    Listener of each HTTP request  -- Event -->  its coroutine
+    event loop      _spread()         --push-->    OutputCollector of each HTTP request  -- Event -->  its coroutine
 
-Nothing here grows with a slow reader: outputs that were not taken are merged. A Listener holds at most one Delta for
-each choice, and a Delta at most the one answer.
+Nothing here grows with a slow reader: outputs that were not taken are merged. An OutputCollector
+holds at most one Delta for each choice, and a Delta at most the one answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Delta:
         self.error = output.error
 
 
-class Listener:
+class OutputCollector:
     """Waits for the outputs of one HTTP request's choices. Lives on the event loop."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -81,17 +81,17 @@ class Listener:
 
 
 class Dispatch:
-    """Knows the listener of each request."""
+    """Knows the collector of each request."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         # Each step's outputs and when they were made. Guarded by the lock; all else belongs to the event loop.
         self._inbox: list[tuple[list[Output], float]] = []
-        self._waiting: dict[Request, tuple[Listener, int]] = {}
+        self._waiting: dict[Request, tuple[OutputCollector, int]] = {}
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Sets the loop that listeners live on."""
+        """Sets the loop that collectors live on."""
         self._loop = loop
 
     def deliver(self, outputs: list[Output]) -> None:
@@ -100,23 +100,23 @@ class Dispatch:
             is_first = not self._inbox
             self._inbox.append((outputs, time.time()))
         if is_first and self._loop is not None:
-            # A closed loop means that the process is about to end and has no listeners.
+            # A closed loop means that the process is about to end and has no collectors.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._spread)
 
     @contextlib.contextmanager
-    def listen(self, requests: Sequence[Request]) -> Iterator[Listener]:
-        """A listener that receives the outputs of these requests while the block runs."""
-        listener = Listener(requests)
-        self._waiting.update((request, (listener, i)) for i, request in enumerate(requests))
+    def collecting(self, requests: Sequence[Request]) -> Iterator[OutputCollector]:
+        """A collector that receives the outputs of these requests while the block runs."""
+        collector = OutputCollector(requests)
+        self._waiting.update((request, (collector, i)) for i, request in enumerate(requests))
         try:
-            yield listener
+            yield collector
         finally:
             for request in requests:
                 del self._waiting[request]
 
     def fail_all(self, error: ChairliftError) -> None:
-        """Ends every listener's wait with an error. The caller must end the engine's requests itself."""
+        """Ends every collector's wait with an error. The caller must end the engine's requests itself."""
         ends = [Output(request, "", 0, (), FinishReason.ERROR, error) for request in self._waiting]
         self._push(ends, time.time())
 
@@ -130,5 +130,5 @@ class Dispatch:
         for output in outputs:
             waiting = self._waiting.get(output.request)
             if waiting is not None:
-                listener, index = waiting
-                listener.push(index, output, made_s)
+                collector, index = waiting
+                collector.push(index, output, made_s)

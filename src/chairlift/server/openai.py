@@ -54,11 +54,11 @@ class Generate(Generic[WholeT, ChunkT]):
         prepared = replace(prepared, asks_timestamps=asks_timestamps)
         requests = serving.preparer.requests(prepared, key_name=client.key_name)
         builder = self._builder(prepared, requests, serving.loaded)
-        with service.submitted(requests) as listener:
+        with service.submitted(requests) as collector:
             if prepared.body.stream:
-                await stream(builder, listener, send, service.pace, partial(serving.queue_status.comment, requests))
+                await stream(builder, collector, send, service.pace, partial(serving.queue_status.comment, requests))
                 return
-            whole = await collect(builder, listener)
+            whole = await collect(builder, collector)
         await JsonResponse(whole)(scope, _never, send)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from chairlift.boot import Loaded
 from chairlift.config import Config
@@ -16,7 +16,6 @@ from chairlift.engine.request import Request
 from chairlift.engine.sampling_params import SamplingParams
 from chairlift.errors import ContextLengthExceeded, ModelNotFound, RequestError
 from chairlift.keys import prefix_salt
-from chairlift.models.tokenizer import Tokenizer
 from chairlift.server.body import parse_json
 from chairlift.server.chat import ignored, render
 from chairlift.server.http_errors import UnknownParameter
@@ -30,6 +29,8 @@ from chairlift.server.schema import (
     warn,
 )
 from chairlift.text import one_line
+
+T = TypeVar("T")
 
 GREEDY_BELOW = 1e-5
 """A temperature below this counts as 0: dividing logits by it would leave the range of float32."""
@@ -134,7 +135,7 @@ class Preparer:
         if isinstance(body, CompletionRequest) and body.echo:
             given = _several(body.prompt)
             echoes = tuple(p if isinstance(p, str) else self._loaded.tokenizer.decode(p) for p in given)
-        params = _sampling(body, self._loaded.tokenizer, self._config)
+        params = _sampling(body, self._loaded, self._config)
         return PreparedRequest(body, id, model, tuple(map(tuple, prompts)), echoes, params, tuple(warnings))
 
     def _ignored(self, request: ChatRequest) -> list[str]:
@@ -200,13 +201,20 @@ def _with_choice(params: SamplingParams, choice: int, *, room: int) -> SamplingP
     return replace(params, choice=choice, max_tokens=wanted, min_tokens=min(params.min_tokens, wanted))
 
 
-def _sampling(body: AnyRequest, tokenizer: Tokenizer, config: Config) -> SamplingParams:
-    temperature = 1.0 if body.temperature is None else body.temperature
+def _chosen(body: AnyRequest, name: str, advised: T | None, default: T) -> T:
+    """A field's value if the request has one, else what the model's makers advise, else the default."""
+    asked: T | None = getattr(body, name) if name in body.model_fields_set else None
+    return next((value for value in (asked, advised) if value is not None), default)
+
+
+def _sampling(body: AnyRequest, loaded: Loaded, config: Config) -> SamplingParams:
+    advised, tokenizer = loaded.generation, loaded.tokenizer
+    temperature = _chosen(body, "temperature", advised.temperature, 1.0)
     echo = isinstance(body, CompletionRequest) and body.echo
     return SamplingParams(
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
-        top_k=max(0, body.top_k or 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, _chosen(body, "top_k", advised.top_k, 0)),
+        top_p=_chosen(body, "top_p", advised.top_p, 1.0),
         min_p=body.min_p or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,

@@ -25,7 +25,7 @@ from chairlift.engine.engine import Engine, State
 from chairlift.engine.observer import EngineSnapshot
 from chairlift.engine.request import Request
 from chairlift.errors import Draining, EngineError, QueueWait, Unavailable
-from chairlift.server.dispatch import Dispatch, Listener
+from chairlift.server.dispatch import Dispatch, OutputCollector
 from chairlift.server.http_errors import ClientGone, Interrupted, Loading
 from chairlift.server.log import RequestLog, WorkLog
 from chairlift.server.metrics import Metrics
@@ -143,15 +143,15 @@ class Service:
                 raise
 
     @contextlib.contextmanager
-    def submitted(self, requests: Sequence[Request]) -> Iterator[Listener]:
+    def submitted(self, requests: Sequence[Request]) -> Iterator[OutputCollector]:
         """Has the engine work on these requests while the block runs. Raises what `Engine.submit` raises."""
         engine = self.serving.engine
-        with self._dispatch.listen(requests) as listener:
+        with self._dispatch.collecting(requests) as collector:
             engine.submit(requests)
             try:
-                yield listener
+                yield collector
             finally:
-                unfinished = listener.unfinished
+                unfinished = collector.unfinished
                 if unfinished:
                     engine.cancel(unfinished)
 

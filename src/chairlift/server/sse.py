@@ -22,7 +22,7 @@ from starlette.types import Send
 from chairlift.engine.request import FinishReason
 from chairlift.errors import ChairliftError
 from chairlift.server.answer import ChunkT, ResponseBuilder, WholeT
-from chairlift.server.dispatch import Delta, Listener
+from chairlift.server.dispatch import Delta, OutputCollector
 from chairlift.server.http_errors import ClientGone, Interrupted, error_body
 from chairlift.server.responses import ChatChunk, ErrorEvent, TextChunk, encode
 
@@ -88,7 +88,7 @@ class _Writer:
             raise ClientGone from None
         self._last_s = asyncio.get_running_loop().time()
 
-    async def next_deltas(self, listener: Listener) -> list[Delta]:
+    async def next_deltas(self, collector: OutputCollector) -> list[Delta]:
         """What the engine makes next. Meanwhile sends the position in the queue, and pings once the request runs."""
         while True:
             comment = self._comment()
@@ -101,14 +101,14 @@ class _Writer:
                 # No variable holds the timeout: it refers to its task, whose exception refers to this frame when the
                 # client leaves. That cycle would keep the whole request until the garbage collector looks.
                 async with asyncio.timeout_at(until_s):
-                    return await listener.take()
+                    return await collector.take()
             except TimeoutError:
                 await self.write(PING if comment is None else b"")
 
 
 async def stream(
     builder: ResponseBuilder[WholeT, ChunkT, Any],
-    listener: Listener,
+    collector: OutputCollector,
     send: Send,
     pace: Pace,
     comment: Callable[[], bytes | None],
@@ -121,8 +121,8 @@ async def stream(
     await writer.start()
     try:
         await writer.write(b"".join(map(writer.event, builder.opening())))
-        while not listener.is_done:
-            deltas = await writer.next_deltas(listener)
+        while not collector.is_done:
+            deltas = await writer.next_deltas(collector)
             chunks = [writer.event(chunk, delta.made_s) for delta in deltas for chunk in builder.chunks(delta)]
             await writer.write(b"".join(chunks))
             raise_failure(deltas)
@@ -136,11 +136,11 @@ async def stream(
         await writer.write(writer.event({"error": error_body(error)["error"]}) + DONE, more=False)
 
 
-async def collect(builder: ResponseBuilder[WholeT, ChunkT, Any], listener: Listener) -> WholeT:
+async def collect(builder: ResponseBuilder[WholeT, ChunkT, Any], collector: OutputCollector) -> WholeT:
     """The whole answer, once every choice has ended. Raises the first failure."""
-    whole = [Delta(i) for i in range(len(listener.requests))]
-    while not listener.is_done:
-        deltas = await listener.take()
+    whole = [Delta(i) for i in range(len(collector.requests))]
+    while not collector.is_done:
+        deltas = await collector.take()
         raise_failure(deltas)
         for delta in deltas:
             whole[delta.index].add(delta)
