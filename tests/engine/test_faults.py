@@ -358,16 +358,16 @@ def test_what_a_step_brought_comes_before_the_end_that_a_broken_schedule_makes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault: an end that overtakes text which was held until the kernels run."""
-    schedule, num_steps = bench.engine._scheduler.schedule, 0
+    make_step, num_steps = bench.engine._scheduler.make_step, 0
 
     def breaks_once(*args: Any) -> Any:
         nonlocal num_steps
         num_steps += request in bench.engine._scheduler.requests
         if num_steps == 4:
             raise RuntimeError("broken books")
-        return schedule(*args)
+        return make_step(*args)
 
-    monkeypatch.setattr(bench.engine._scheduler, "schedule", breaks_once)
+    monkeypatch.setattr(bench.engine._scheduler, "make_step", breaks_once)
     request = fake_request("a", range(20))
     bench.run(request)
     outputs = [o for o in bench.outputs if o.request is request]

@@ -7,8 +7,10 @@ import threading
 
 import pytest
 
+from chairlift.engine.detok import Detokenizer
 from chairlift.engine.engine import Engine
 from chairlift.engine.observer import Observer
+from chairlift.engine.request import FinishReason, Output
 from chairlift.engine.telemetry import PreemptionLog
 from chairlift.engine.watchdog import Watchdog, stacks
 from support.engine_probe import Gate, is_idle, state_of
@@ -125,3 +127,40 @@ def test_preemptions_are_warned_of_once_a_second(caplog: pytest.LogCaptureFixtur
         "the KV pool is full: 10 more preempted, the last of them request r20",
         "the KV pool is full: 4 more preempted, the last of them request r24",
     ]
+
+
+class HungDetokenizer(Detokenizer):
+    """Holds the engine thread in a commit for as long as a test wants."""
+
+    def __init__(self) -> None:
+        super().__init__([bytes([i]) for i in range(256)], frozenset())
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def push(self, token: int) -> str:
+        """Text, once the test says so."""
+        self.reached.set()
+        assert self.go_on.wait(20)
+        return super().push(token)
+
+
+def test_a_commit_that_hangs_stops_no_other_thread_and_is_a_stall() -> None:
+    """Fault: a lock that is held while text is made. Submits, refusals and the watchdog itself wait for the hang."""
+    clock, stalls, hung = Clock(), Stalls(), HungDetokenizer()
+    plan = fake_plan(watchdog_s=30.0, max_queue_wait_s=10.0, max_num_seqs=1)
+    outputs: list[Output] = []
+    engine = Engine(plan, FakeModel(plan.num_blocks), deliver=outputs.extend, observers=[stalls], clock=clock)
+    engine.start()
+    request, waiting = fake_request("hung", range(20), max_tokens=2), fake_request("waiting", range(30))
+    request.detok = hung
+    engine.submit([request])
+    assert hung.reached.wait(10)
+    engine.submit([waiting])
+    assert len(engine.queue().entries) == 1
+    clock.now_s += 40.0
+    engine.watch()
+    assert (state_of(engine), stalls.num) == ("stalled", 1)
+    assert [(o.request, o.finish_reason) for o in outputs] == [(waiting, FinishReason.ERROR)]
+    hung.go_on.set()
+    wait_until(lambda: is_idle(engine))
+    assert request.finish_reason is FinishReason.LENGTH
+    engine.stop()

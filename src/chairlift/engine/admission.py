@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chairlift.engine.request import FinishReason, Output, Request
+from chairlift.engine.request import Output, Request
 from chairlift.engine.scheduler import Scheduler
 from chairlift.engine.wait_estimator import SlotHolder, Speed, estimate_waits
 from chairlift.errors import QueueFull, QueueWait
@@ -84,13 +84,8 @@ class Admission:
         # All estimates come before the first end: should one fail, no request is lost.
         expected_s = {key: self._estimate(key, late)[1] for key in {request.key_name for request in late}}
         num_left = len(waiting) - len(late)
-        return [
-            output
-            for request in late
-            for output in self._scheduler.end(
-                request, FinishReason.ERROR, self._too_late(request, now_s, num_left, expected_s[request.key_name])
-            )
-        ]
+        errors = [self._too_late(request, now_s, num_left, expected_s[request.key_name]) for request in late]
+        return [self._scheduler.expire(request, error) for request, error in zip(late, errors, strict=True)]
 
     def _too_late(self, request: Request, now_s: float, num_waiting: int, expected_wait_s: float) -> QueueWait:
         return QueueWait(

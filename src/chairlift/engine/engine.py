@@ -3,8 +3,8 @@
     any thread     submit ──> waiting queue ──┐                 ┌──> deliver(outputs), once a step
     engine thread                             └─ schedule, run, commit
 
-Owns the thread, its lock and its life. Every call that changes the scheduler is made under the lock, so that other
-threads can submit, cancel and look. Knows no HTTP and no asyncio.
+Owns the thread, its lock and its life. The lock is held while requests move between queue and slots, so that other
+threads can submit and look; never while text is made or kernels run. Knows no HTTP and no asyncio.
 
 A failure ends the requests that it concerns. A step that fails is rolled back and tried request by request
 (fault_isolation.py); a commit that fails ends its step's requests. When the scheduler's books do not agree after all,
@@ -220,8 +220,10 @@ class Engine:
             self._end_all(FinishReason.CANCELLED, None)
         except BaseException as error:
             log.critical("the engine thread died", exc_info=True)
-            self._delivery.flush()  # before the state says dead: some answers ended well
-            self._life.is_dead = True
+            try:
+                self._delivery.flush()  # before the state says dead: some answers ended well
+            finally:
+                self._life.is_dead = True
             self._end_all(FinishReason.ERROR, EngineError(f"the engine has died: {_name(error)}"))
 
     def _end_cancelled(self) -> None:
@@ -235,8 +237,10 @@ class Engine:
 
     def _schedule(self) -> Step | None:
         try:
+            only = self._faults.next
             with self._lock:
-                step = self._scheduler.schedule(self._faults.next)
+                preempted = self._scheduler.admit(only)
+            step = self._scheduler.make_step(preempted, only)
         except Exception as error:
             return self._recover(error)
         self._life.is_recovering = False
@@ -297,13 +301,9 @@ class Engine:
         """A step failed. Its requests start over, as if nothing had happened, except one that fails alone."""
         self._delivery.flush()  # it may have failed before that
         log.error("a step of %d rows for %d requests failed", step.num_rows, len(step.chunks), exc_info=True)
-        is_trial = self._faults.next is not None
+        alone, together = "it failed again by itself", "its step failed time and again, with no single request to blame"
+        what = together if self._faults.next is None else alone
         blamed = self._faults.failed(step)
-        what = (
-            "it failed again by itself"
-            if is_trial
-            else "its step failed time and again, with no single request to blame"
-        )
         self._telemetry.step_failed()
         self._abort(step, blamed, EngineError(f"the request could not be computed: {what}: {_name(error)}"))
 
@@ -311,8 +311,7 @@ class Engine:
         """Applies a step's result. If that fails, the step's requests end, because their outputs are lost."""
         unfinished = [request for request, _, _ in step.chunks if request.finish_reason is None]
         try:
-            with self._lock:
-                outputs = self._scheduler.commit(step, result)
+            outputs = self._scheduler.commit(step, result)
         except Exception as error:
             log.error("taking in the result of a step failed", exc_info=True)
             self._telemetry.step_failed()

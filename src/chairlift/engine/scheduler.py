@@ -154,6 +154,11 @@ class Scheduler:
             self._leave(request)
         return [output, *self._hold_back([])]
 
+    def expire(self, request: Request, error: ChairliftError) -> Output:
+        """Ends a request that has never run. Touches the queue alone, so that a step may run meanwhile."""
+        self.waiting.remove(request.key_name, request)
+        return finish(request, FinishReason.ERROR, error)
+
     def end_all(self, reason: FinishReason, error: EngineError | None) -> list[Output]:
         """Ends every request, those of the step in flight too."""
         outputs = self.abort(self._in_flight) if self._in_flight else []
@@ -164,19 +169,31 @@ class Scheduler:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def schedule(self, only: Request | None = None) -> Step | None:
-        """The next step, or None when there is nothing to do.
+        """The next step, or None when there is nothing to do: `admit` and `make_step` in one, for one thread.
 
-        Decodes come first: every running request that lacks exactly one token gets it. Prompts share what is left.
         With `only`, the step belongs to that running request: the others keep their slots, and none is admitted.
+        """
+        return self.make_step(self.admit(only), only)
+
+    def admit(self, only: Request | None = None) -> list[Request]:
+        """Preempts and admits for the next step: the part that moves requests between queue and slots.
+
+        Returns the preempted requests. Other threads must not add, expire or look meanwhile.
         """
         if self._in_flight is not None:
             raise RuntimeError("the last step was neither committed nor aborted")
-        preempted: list[Request] = []
-        if only is None:
-            preempted = self._make_room()
-            self._admit()
-        else:
+        if only is not None:
             self._make_room_for(only)
+            return []
+        preempted = self._make_room()
+        self._admit()
+        return preempted
+
+    def make_step(self, preempted: list[Request], only: Request | None = None) -> Step | None:
+        """The step for the requests that run after `admit`; None when none does.
+
+        Decodes come first: every running request that lacks exactly one token gets it. Prompts share what is left.
+        """
         requests = self._running if only is None else [only]
         if not requests:
             return None

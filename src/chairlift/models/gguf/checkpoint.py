@@ -28,7 +28,12 @@ class GGUFCheckpoint:
     @classmethod
     def open(cls, path: Path) -> GGUFCheckpoint:
         """Opens a file. Raises ModelFileError for a damaged or foreign file, ModelError for an unsupported model."""
-        return cls(GGUFFile.open(path))
+        file = GGUFFile.open(path)
+        try:
+            return cls(file)
+        except BaseException:
+            file.close()
+            raise
 
     @property
     def tensors(self) -> Mapping[str, RawTensor]:
