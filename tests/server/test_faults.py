@@ -84,7 +84,7 @@ def test_an_engine_that_dies_while_draining_is_no_clean_end(monkeypatch: pytest.
             call = Call(app, CHAT, HELLO)
             await gate.entered()
             service.drain()
-            monkeypatch.setattr(service.serving.engine._scheduler, "schedule", None)
+            monkeypatch.setattr(service.serving.engine._scheduler, "admit", None)
             gate.open()
             assert_error(await call.done(), 500, "engine_error")
             await until(lambda: ended == [True])
@@ -111,7 +111,7 @@ def test_a_death_is_noticed_whatever_else_fails(monkeypatch: pytest.MonkeyPatch)
 
             monkeypatch.setattr(service.serving.work_log, "write", fail)
             await until(lambda: len(tried) > 2)
-            monkeypatch.setattr(service.serving.engine._scheduler, "schedule", None)
+            monkeypatch.setattr(service.serving.engine._scheduler, "admit", None)
             assert_error(await http.post(CHAT, json=HELLO), 500, "engine_error")
             await until(lambda: service.failure is not None)
 
