@@ -186,7 +186,7 @@ def test_a_dead_engine_fails_everybody_and_ends_the_server(
         ended = _drainable(app)
         async with serving(app) as http:
             engine = app.state.service.serving.engine
-            monkeypatch.setattr(engine._scheduler, "schedule", None)
+            monkeypatch.setattr(engine._scheduler, "admit", None)
             call = await Call(app, CHAT, {**HELLO, "stream": True}).done()
             assert [("error" in e, e == "[DONE]") for e in call.events[-2:]] == [(True, False), (False, True)]
             await until(lambda: ended == [True])
