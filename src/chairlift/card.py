@@ -1,4 +1,4 @@
-"""The start card: what was loaded, what was reserved and why, for people (rich) and for programs (a dict).
+"""The start card shows what was loaded and what was reserved: as text for people, and as a dict for programs.
 
 `facts` is the one source: the card, `/v1/models` and `chairlift info --json` all show it. Has no numbers of its own.
 """

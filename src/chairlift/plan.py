@@ -1,4 +1,4 @@
-"""The sizes that the engine starts with: what was asked, cut to what model and memory carry, and why.
+"""Decides the sizes that the engine starts with, and notes why one is smaller than what was asked.
 
 Knows no backend: `BackendOffer` is all that it is told of one. The arithmetic is `cost.py`'s.
 """

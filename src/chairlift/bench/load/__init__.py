@@ -1,4 +1,4 @@
-"""Puts load on a server and says what became of it: workload, generator, figures, and what makes the figures doubtful.
+"""Puts load on a server and measures its answers. Owns workload, generator, figures, and the doubts about them.
 
 Imports the rooms client and report.
 """
